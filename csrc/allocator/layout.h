@@ -8,6 +8,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "allocator/fingerprint.h"
@@ -32,6 +33,7 @@ enum class Retention : std::uint8_t {
   kTail,      // raw rows [m*floor(p/m), p) and, with overlap, `overlap_rows` half rows of the last closed window if p >= m
   kSnapshot,  // one state, valid at p only
 };
+std::string_view retention_name(Retention retention);  // "history", "window", "tail", "snapshot"
 
 // One array of a block: `rows` rows of `shape` values. Fields are stored one after the other (field-major) inside a layer.
 struct FieldSpec {
@@ -60,7 +62,7 @@ struct GroupSpec {
 struct Field {
   FieldSpec spec;
   std::uint32_t row_bytes = 0;
-  std::uint32_t rows_per_block = 0;       // power of two
+  std::uint32_t rows_per_block = 0;       // power of two; 0 in a tail whose nodes never end inside a window
   std::uint64_t section_offset = 0;       // bytes from the start of a layer's part
   std::uint32_t ring_rows = 0;            // tail groups: rows of the running ring (power of two); 0 elsewhere
   std::uint64_t ring_section_offset = 0;  // same, in a ring block
