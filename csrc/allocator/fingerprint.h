@@ -22,7 +22,7 @@ class FingerprintBuilder {
   FingerprintBuilder& add(std::string_view tag, std::string_view value);
   FingerprintBuilder& add(std::string_view tag, std::uint64_t value);
   Fingerprint finish() const;
-  const std::string& framed() const { return bytes_; }   // the framed bytes, for exact comparison
+  const std::string& framed() const { return bytes_; }  // the framed bytes, for exact comparison
 
  private:
   std::string bytes_;

@@ -93,15 +93,16 @@ void validate_ratio(const GroupSpec& g, std::uint32_t block_size) {
 
 void validate_retention(const GroupSpec& g) {
   if (!retention_legal(g.kind, g.retention))
-    refuse(g, "retention", "kind '" + std::string(kind_name(g.kind)) + "' cannot have retention '" +
-                               std::string(retention_name(g.retention)) + "'");
+    refuse(
+        g, "retention",
+        "kind '" + std::string(kind_name(g.kind)) + "' cannot have retention '" + std::string(retention_name(g.retention)) + "'");
   const bool window = g.retention == Retention::kWindow;
   if (window && g.window == 0) refuse(g, "window", "a window group needs a window of at least 1 token");
   if (!window && g.window != 0) refuse(g, "window", "only window groups have a window");
   if (g.retention != Retention::kTail && g.overlap_rows != 0) refuse(g, "overlap_rows", "only tail groups have overlap rows");
   if (g.overlap_rows > g.compress_ratio)
-    refuse(g, "overlap_rows", std::to_string(g.overlap_rows) + " rows are more than one window of " +
-                                  std::to_string(g.compress_ratio) + " tokens");
+    refuse(g, "overlap_rows",
+           std::to_string(g.overlap_rows) + " rows are more than one window of " + std::to_string(g.compress_ratio) + " tokens");
 }
 
 void validate_fields(const GroupSpec& g) {
@@ -121,8 +122,8 @@ void validate_fields(const GroupSpec& g) {
     overlap_fields += field.overlap;
     if (field.overlap && g.overlap_rows == 0) refuse(g, field.name, "is an overlap field, but the group has no overlap rows");
     if (dtype_bytes(field.dtype) > g.alignment)
-      refuse(g, "alignment", std::to_string(g.alignment) + " bytes cannot align '" + field.name + "' of " +
-                                 std::string(dtype_name(field.dtype)));
+      refuse(g, "alignment",
+             std::to_string(g.alignment) + " bytes cannot align '" + field.name + "' of " + std::string(dtype_name(field.dtype)));
   }
   if (g.overlap_rows != 0 && overlap_fields == 0) refuse(g, "overlap_rows", "no field holds the overlap rows");
   if (overlap_fields == g.fields.size()) refuse(g, "fields", "a tail group needs a field for its tail rows");
@@ -147,14 +148,14 @@ std::uint64_t lay_out(const GroupSpec& g, std::vector<Field>& fields, Rows rows_
     offset = round_up(offset, g.alignment);
     place(field, offset);
     offset += std::uint64_t{field.row_bytes} * rows_of(field);
-    if (offset > kMaxBlockBytes) refuse(g, field.spec.name, "a block of 512 GiB or more cannot be addressed");
+    if (offset > kMaxBlockBytes) refuse(g, field.spec.name, "a block above 512 GiB cannot be addressed");
   }
   return round_up(offset, g.alignment);
 }
 
 std::uint64_t bytes_of_block(const GroupSpec& g, std::uint64_t layer_stride) {
   const std::uint64_t layers = g.owner_layers.size();
-  if (layer_stride > kMaxBlockBytes / layers) refuse(g, "fields", "a block of 512 GiB or more cannot be addressed");
+  if (layer_stride > kMaxBlockBytes / layers) refuse(g, "fields", "a block above 512 GiB cannot be addressed");
   const std::uint64_t unit = std::lcm(kOffsetUnit, std::uint64_t{g.alignment});
   return std::max(unit, round_up(layers * layer_stride, unit));
 }
@@ -177,8 +178,8 @@ Group derive_group(GroupSpec spec, GroupId id, std::uint32_t block_size) {
   for (const FieldSpec& field_spec : g.fields) {
     Field field;
     field.spec = field_spec;
-    field.row_bytes = std::accumulate(field_spec.shape.begin(), field_spec.shape.end(), dtype_bytes(field_spec.dtype),
-                                      std::multiplies<>());
+    field.row_bytes =
+        std::accumulate(field_spec.shape.begin(), field_spec.shape.end(), dtype_bytes(field_spec.dtype), std::multiplies<>());
     field.rows_per_block = field_spec.overlap ? pow2_rows(g.overlap_rows) : rows;
     field.ring_rows = field_spec.overlap ? 0 : group.ring_entries;
     group.fields.push_back(std::move(field));
@@ -274,8 +275,9 @@ CacheLayout CacheLayout::build(std::string model, std::uint32_t block_size, std:
     }
   }
   if (layout.points_.size() > kMaxPointSets)
-    throw LayoutError("", "groups", std::to_string(layout.points_.size()) + " window, tail and snapshot groups, at most " +
-                                        std::to_string(kMaxPointSets));
+    throw LayoutError(
+        "", "groups",
+        std::to_string(layout.points_.size()) + " window, tail and snapshot groups, at most " + std::to_string(kMaxPointSets));
 
   for (const Group& group : layout.groups_)
     layout.pools_.push_back(PoolSpec{group.spec.name, group.spec.kind, group.id, false, group.block_bytes});

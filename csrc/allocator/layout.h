@@ -20,12 +20,12 @@ using GroupId = std::uint8_t;
 using PoolId = std::uint8_t;
 inline constexpr std::uint64_t kOffsetUnit = 256;  // bytes; block offsets and block bytes are multiples of it
 inline constexpr std::size_t kMaxGroups = 16;
-inline constexpr std::size_t kMaxPointSets = 8;    // point flags of an index slot
+inline constexpr std::size_t kMaxPointSets = 8;  // point flags of an index slot
 
 enum class DType : std::uint8_t { kFloat64, kFloat32, kFloat16, kBFloat16, kFloat8E4M3, kUInt8, kInt8, kInt32, kInt64 };
 std::uint32_t dtype_bytes(DType dtype);
-std::string_view dtype_name(DType dtype);          // "float32", ... as torch spells them
-DType dtype_from_name(std::string_view name);      // ArgumentError if unknown
+std::string_view dtype_name(DType dtype);      // "float32", ... as torch spells them
+DType dtype_from_name(std::string_view name);  // ArgumentError if unknown
 
 enum class Retention : std::uint8_t {
   kHistory,   // every row of the prefix
@@ -47,16 +47,16 @@ struct GroupSpec {
   std::string name;
   ObjectKind kind = ObjectKind::kFullKv;
   Retention retention = Retention::kHistory;
-  std::uint32_t compress_ratio = 1;   // m: tokens per entry (tail: of the compressor that the tail feeds)
-  std::uint32_t window = 0;           // W, counts the query; window groups only
-  std::uint32_t overlap_rows = 0;     // tail groups: half rows of the last closed window needed at p >= m
+  std::uint32_t compress_ratio = 1;          // m: tokens per entry (tail: of the compressor that the tail feeds)
+  std::uint32_t window = 0;                  // W, counts the query; window groups only
+  std::uint32_t overlap_rows = 0;            // tail groups: half rows of the last closed window needed at p >= m
   std::vector<std::uint32_t> owner_layers;   // layers that write it, ascending
   std::vector<std::uint32_t> reader_layers;  // layers that read it; empty = the owners
   std::vector<std::uint32_t> layer_windows;  // optional, one per owner layer: all must equal `window` (mixed windows are refused)
   std::vector<FieldSpec> fields;
-  std::uint32_t alignment = 16;       // bytes, power of two, of a layer's part inside a block and of each field section
-  std::string indexes;                // name of the group that it indexes, or ""
-  bool optional = false;              // draft / MTP
+  std::uint32_t alignment = 16;  // bytes, power of two, of a layer's part inside a block and of each field section
+  std::string indexes;           // name of the group that it indexes, or ""
+  bool optional = false;         // draft / MTP
 };
 
 struct Field {
@@ -78,8 +78,8 @@ struct Group {
   std::uint64_t ring_layer_stride = 0;
   std::uint64_t ring_block_bytes = 0;
   std::vector<Field> fields;
-  std::int32_t history_slot = -1;       // index among the required history groups, or -1
-  std::int32_t point_slot = -1;         // index among the point groups (order: windows, tails, snapshots), or -1
+  std::int32_t history_slot = -1;  // index among the required history groups, or -1
+  std::int32_t point_slot = -1;    // index among the point groups (order: windows, tails, snapshots), or -1
 };
 
 // What R(p) asks of one group: rows [begin, end) in the group's own rows (history: entries; window, tail: tokens), and overlap rows.
@@ -110,9 +110,9 @@ class CacheLayout {
   std::uint32_t block_size() const { return block_size_; }
   std::span<const Group> groups() const { return groups_; }
   const Group& group(GroupId id) const { return groups_[id]; }
-  const Group* find_group(std::string_view name) const;       // nullptr if absent
+  const Group* find_group(std::string_view name) const;  // nullptr if absent
   std::span<const PoolSpec> pools() const { return pools_; }
-  std::optional<PoolId> ring_pool(GroupId group) const;       // of a tail group
+  std::optional<PoolId> ring_pool(GroupId group) const;  // of a tail group
   std::span<const GroupId> history_groups() const { return history_; }
   std::span<const GroupId> point_groups() const { return points_; }  // windows, then tails, then snapshots: order of the checks
 
