@@ -40,4 +40,4 @@ format: ## format C++ and Python
 	@$(BIN)/ruff format -q . && $(BIN)/ruff check -q --fix .
 
 clean: ## remove all that was built, with .venv
-	rm -rf build .venv .stamps dist
+	rm -rf build .venv .stamps .cache dist

@@ -41,6 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STAMPS = ROOT / ".stamps"
 PYTHON = VENV / "bin" / "python"
+LINKS = ROOT / ".cache" / "caller"  # of the calling Python: torch and what it needs
 TORCH_FLOOR = (2, 10)
 TORCH_PINNED = "torch==2.13.0"
 # What each target needs: package groups of pyproject.toml.
@@ -201,7 +202,7 @@ def make_environment() -> None:
             old.unlink()
         (STAMPS / "hetkv").unlink(missing_ok=True)
         run(sys.executable, "-m", "venv", VENV)
-    if reused and not link_caller(reused):
+    if reused and not link_caller():
         say(f"torch {reused['version']} in {reused['folder']} cannot be imported from .venv; installing {TORCH_PINNED} instead")
         reused = None
     if reused:
@@ -213,15 +214,39 @@ def make_environment() -> None:
     stamp("venv", key)
 
 
-def link_caller(reused: dict[str, str]) -> bool:
-    """Lets .venv see the caller's packages, after its own. Works for a system Python, a user folder and a virtual environment."""
-    folders = [reused["folder"], *(p for p in sys.path if Path(p).name in ("site-packages", "dist-packages"))]
-    site = Path(answer(PYTHON, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))") or "")
-    link = site / "zz_caller.pth"
-    link.write_text("\n".join(dict.fromkeys(folders)) + "\n")
+def link_caller() -> bool:
+    """Lets .venv see the caller's torch and what torch needs, and nothing else of the caller's: a folder of links on its path.
+
+    The folder lies outside .venv, so that pip never takes the caller's packages for its own and removes them.
+    """
+    shutil.rmtree(LINKS, ignore_errors=True)
+    LINKS.mkdir(parents=True)
+    folders = [str(LINKS)]
+    todo, seen = ["torch"], set()
+    while todo:
+        name = re.sub(r"[-_.]+", "-", todo.pop()).lower()
+        if name in seen:
+            continue
+        seen.add(name)
+        try:
+            package = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # an optional requirement, or one for another platform
+        todo += [match[0] for text in package.requires or [] if "extra ==" not in text and (match := re.match(r"[\w.-]+", text))]
+        if package.files is None:  # no list of files: take the whole folder
+            folders.append(str(package.locate_file("")))
+        for top in {file.parts[0] for file in package.files or []} - {"..", "bin", "__pycache__"}:
+            link = LINKS / top
+            if not link.is_symlink():
+                link.symlink_to(Path(str(package.locate_file(top))))
+    site = answer(PYTHON, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
+    if site is None:
+        return False
+    path_file = Path(site) / "zz_caller.pth"
+    path_file.write_text("\n".join(dict.fromkeys(folders)) + "\n")
     if answer(PYTHON, "-c", "import torch", timeout=300) is not None:
         return True
-    link.unlink()
+    path_file.unlink()
     return False
 
 
