@@ -14,16 +14,9 @@
 
 #include "allocator/layout.h"
 #include "allocator/object_kind.h"
+#include "allocator/reservation_rules.h"  // BlockCounts, KindLimits, ReserveOutcome
 
 namespace hetkv {
-
-inline constexpr std::size_t kMaxPools = 2 * kMaxGroups;
-using BlockCounts = std::array<std::uint32_t, kMaxPools>;  // blocks per pool
-
-struct KindLimits {
-  std::uint32_t floor_slabs = 0;                 // always available to the kind
-  std::uint64_t cap_bytes = ~std::uint64_t{0};   // never exceeded by the kind's blocks
-};
 
 struct ArenaConfig {
   std::uint64_t bytes = 0;        // whole arena; rounded down to slabs
@@ -46,13 +39,6 @@ struct TypedBlock {
   static constexpr ObjectKind kind = K;
   std::uint32_t offset = 0;
   PoolId pool = 0;
-};
-
-struct ReserveOutcome {
-  enum class Status : std::uint8_t { kReserved, kShort, kImpossible };
-  Status status = Status::kReserved;
-  PoolId pool = 0;               // kShort: the first pool that lacks blocks; kImpossible: a pool of the kind that can never fit
-  std::uint64_t need = 0, cap = 0;  // kImpossible: bytes
 };
 
 struct ClearRange {
