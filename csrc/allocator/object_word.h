@@ -29,9 +29,9 @@ struct ObjectWord {
                             kGenShift = kKidShift + kKidBits;
   static_assert(kGenShift + kGenBits == 64, "the bit budget of the object word");
   static constexpr std::uint64_t mask(unsigned bits) { return (std::uint64_t{1} << bits) - 1; }
-  static constexpr std::uint32_t kMaxPins = static_cast<std::uint32_t>(mask(kPinBits));
-  static constexpr std::uint32_t kMaxKids = static_cast<std::uint32_t>(mask(kKidBits));
-  static constexpr std::uint32_t kMaxGen = static_cast<std::uint32_t>(mask(kGenBits));
+  static constexpr std::uint32_t kMaxPins = (std::uint32_t{1} << kPinBits) - 1;
+  static constexpr std::uint32_t kMaxKids = (std::uint32_t{1} << kKidBits) - 1;
+  static constexpr std::uint32_t kMaxGen = (std::uint32_t{1} << kGenBits) - 1;
 
   std::uint64_t bits = 0;
 

@@ -1,0 +1,63 @@
+// Namespaces: who may share with whom. Interned by exact comparison of tagged, length-framed fields.
+//
+// Owns one record per namespace for the life of the allocator. clear() gives a namespace a new instance: another root key and
+// another id inside nodes, so that its old entries stop matching at once and are reclaimed later.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "base/hash.h"
+
+namespace hetkv {
+
+struct NamespaceField {
+  std::string tag, value;  // ("salt", ...), ("adapter", ...), ("digest:0", ...)
+};
+
+struct NamespaceInstance {
+  std::uint32_t id = 0;  // stored in nodes; never reused
+  Key128 root;
+};
+
+class Namespace {
+ public:
+  std::string framed;
+  std::atomic<std::uint64_t> quota_bytes{~std::uint64_t{0}};
+  std::atomic<std::int64_t> used_bytes{0};  // blocks of its sequences and of its objects
+  std::atomic<const NamespaceInstance*> instance{nullptr};
+};
+
+class NamespaceTable {
+ public:
+  explicit NamespaceTable(const ChainHasher& hasher) : hasher_(hasher) {}
+
+  // Interns; equal fields give the same pointer, valid for the table's life. Thread-safe; allocates; takes a mutex.
+  Namespace* intern(const std::vector<NamespaceField>& fields);
+  // A new instance of the namespace. Thread-safe; allocates; takes a mutex.
+  void renew(Namespace* space);
+  // The namespace that an instance id found in a node belongs to; lock-free.
+  Namespace* of_instance(std::uint32_t id) const {
+    return owners_[id / kChunk].load(std::memory_order_acquire)[id % kChunk];
+  }
+
+ private:
+  static constexpr std::uint32_t kChunk = 1024, kMaxChunks = 4096;
+  void add_instance_locked(Namespace* space);
+
+  const ChainHasher& hasher_;
+  std::mutex change_;
+  std::unordered_map<std::string, std::unique_ptr<Namespace>> spaces_;
+  std::vector<std::unique_ptr<NamespaceInstance>> instances_;
+  std::vector<std::unique_ptr<Namespace*[]>> owner_chunks_;
+  std::array<std::atomic<Namespace**>, kMaxChunks> owners_{};
+};
+
+}  // namespace hetkv

@@ -1,0 +1,584 @@
+#include "allocator/object_store.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "base/check.h"
+
+namespace hetkv {
+namespace {
+
+constexpr std::uint16_t kHistoryQueued = std::uint16_t{1} << 15;
+
+std::uint32_t ghost_tag(const Key128& key) { return static_cast<std::uint32_t>(key.high) | 1; }
+
+}  // namespace
+
+ObjectStore::ObjectStore(const CacheLayout& layout, Arena& arena, NamespaceTable& spaces, std::uint32_t max_nodes)
+    : layout_(layout), arena_(arena), spaces_(spaces),
+      store_(max_nodes, layout.block_size(), static_cast<std::uint32_t>(layout.point_groups().size()),
+             static_cast<std::uint32_t>(layout.history_groups().size())),
+      index_(max_nodes), ghosts_(kGhosts) {}
+
+ObjectStore::~ObjectStore() {
+  const std::vector<NodeId> nodes = live_by_depth();
+  for (auto it = nodes.rbegin(); it != nodes.rend(); ++it) {
+    const ObjectWord w = store_.history(*it).load();
+    HETKV_CHECK(w.pins() == 0, "an object is still pinned when its store ends");
+    evict_node(*it, w.gen());
+  }
+  HETKV_CHECK(live_nodes() == 0, "a node outlived its store");
+}
+
+// --- search ---
+
+bool ObjectStore::same_identity(NodeId node, const Key128& key, VersionId version, std::uint32_t space) const {
+  const NodeHeader& h = store_.header(node);
+  return h.key_low.load(std::memory_order_relaxed) == key.low && h.key_high.load(std::memory_order_relaxed) == key.high &&
+         h.version.load(std::memory_order_relaxed) == version && h.space.load(std::memory_order_relaxed) == space;
+}
+
+Found ObjectStore::lookup(const Key128& key, VersionId version, std::uint32_t space) const {
+  Found found;
+  index_.visit(key, [&](const PrefixIndex::Entry& entry) {
+    const ObjectWord w = store_.history(entry.node).load();
+    if (w.state() != ObjectState::kSealed || !same_identity(entry.node, key, version, space)) return false;
+    found = {entry.node, w.gen(), entry.flags};
+    return true;
+  });
+  return found;
+}
+
+Found ObjectStore::find_deepest(std::span<const Key128> keys, std::uint32_t limit, VersionId version, std::uint32_t space,
+                                std::uint32_t* depth) const {
+  *depth = 0;
+  if (limit == 0) return {};
+  // The two common answers first: everything is here, nothing is.
+  if (const Found all = lookup(keys[limit - 1], version, space); all.node != 0) {
+    *depth = limit;
+    return all;
+  }
+  Found best = lookup(keys[0], version, space);
+  if (best.node == 0) return {};
+  std::uint32_t low = 1, high = limit;  // low is present, high is not
+  while (high - low > 1) {
+    const std::uint32_t middle = low + (high - low) / 2;
+    if (const Found found = lookup(keys[middle - 1], version, space); found.node != 0) {
+      best = found;
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  *depth = low;
+  return best;
+}
+
+// --- pins ---
+
+bool ObjectStore::pin_node(const Found& found, const Key128& key, VersionId version, std::uint32_t space, std::uint32_t depth) {
+  if (store_.history(found.node).pin(found.gen) != Transition::kDone) return false;
+  if (same_identity(found.node, key, version, space) &&
+      store_.header(found.node).depth.load(std::memory_order_relaxed) == depth) {
+    return true;
+  }
+  unpin_node(found.node);
+  return false;
+}
+
+void ObjectStore::pin_node_again(NodeId node) {
+  HETKV_CHECK(store_.history(node).pin_again() == Transition::kDone, "more than 65535 pins on one node");
+}
+
+void ObjectStore::unpin_node(NodeId node) { after_history_release(node, store_.history(node).unpin()); }
+
+bool ObjectStore::pin_point(NodeId node, std::uint32_t set) {
+  ObjectControl control = store_.point(node, set);
+  return control.pin(control.load().gen()) == Transition::kDone;
+}
+
+void ObjectStore::unpin_point(NodeId node, std::uint32_t set) {
+  ObjectControl control = store_.point(node, set);
+  const std::uint32_t gen = control.load().gen();
+  switch (control.unpin()) {
+    case Released::kReapBroken: evict_point(node, set, gen); break;
+    case Released::kLastOfSealed: enqueue_point(node, set); break;
+    case Released::kAlive: break;
+  }
+}
+
+// Climbs iteratively: reaping a broken chain must not recurse to its depth.
+void ObjectStore::after_history_release(NodeId node, Released released) {
+  while (node != 0) {
+    if (released == Released::kLastOfSealed) {
+      enqueue_history(node);
+      return;
+    }
+    if (released != Released::kReapBroken) return;
+    ObjectControl control = store_.history(node);
+    const NodeId parent = store_.header(node).parent.load(std::memory_order_relaxed);
+    if (control.begin_evict(control.load().gen()) != Transition::kDone) return;  // another reaper was first
+    finish_evict_node(node);
+    if (parent == 0) return;
+    released = store_.history(parent).drop_kid();
+    node = parent;
+  }
+}
+
+// --- publication ---
+
+PublishStatus ObjectStore::publish_node(const NodeContent& content, NodeId* node) {
+  *node = 0;
+  const NodeId id = store_.allocate();
+  if (id == 0) return PublishStatus::kNoNode;
+  ObjectControl control = store_.history(id);
+  std::uint32_t gen = 0;
+  HETKV_CHECK(control.begin_fill(&gen) == Transition::kDone, "a free node record is not absent");
+  NodeHeader& h = store_.header(id);
+  h.key_high.store(content.key.high, std::memory_order_relaxed);
+  h.key_low.store(content.key.low, std::memory_order_relaxed);
+  h.version.store(content.version, std::memory_order_relaxed);
+  h.space.store(content.space, std::memory_order_relaxed);
+  h.parent.store(content.parent, std::memory_order_relaxed);
+  h.depth.store(content.depth, std::memory_order_relaxed);
+  h.last_use.store(tick(), std::memory_order_relaxed);
+  h.uses.store(0, std::memory_order_relaxed);
+  h.ever_published.store(0, std::memory_order_relaxed);
+  h.probation.store(0, std::memory_order_relaxed);
+  h.gap.store(0, std::memory_order_relaxed);
+  std::copy_n(content.tokens, layout_.block_size(), store_.tokens(id).data());
+  for (std::uint32_t slot = 0; slot < store_.history_groups(); ++slot) store_.history_ref(id, slot) = content.history_refs[slot];
+
+  auto give_up = [&](PublishStatus status) {
+    HETKV_CHECK(control.abandon_fill(gen) == Transition::kDone, "an unpublished node was taken from its filler");
+    store_.release(id);
+    return status;
+  };
+
+  const auto writer = index_.try_write(content.key);
+  if (!writer) {
+    counters_.publish_busy.fetch_add(1, std::memory_order_relaxed);
+    return give_up(PublishStatus::kBusy);
+  }
+  PublishStatus status = PublishStatus::kPublished;
+  index_.visit(content.key, [&](const PrefixIndex::Entry& entry) {
+    if (!same_identity(entry.node, content.key, content.version, content.space)) return false;
+    ObjectControl other = store_.history(entry.node);
+    if (other.pin(other.load().gen()) != Transition::kDone) {
+      status = PublishStatus::kBusy;
+      return true;
+    }
+    const NodeHeader& theirs = store_.header(entry.node);
+    if (!same_identity(entry.node, content.key, content.version, content.space)) {  // recycled between look and pin
+      unpin_node(entry.node);
+      status = PublishStatus::kBusy;
+    } else if (!std::equal(content.tokens, content.tokens + layout_.block_size(), store_.tokens(entry.node).data()) ||
+               theirs.depth.load(std::memory_order_relaxed) != content.depth) {
+      unpin_node(entry.node);
+      status = PublishStatus::kCollision;
+    } else if (theirs.parent.load(std::memory_order_relaxed) != content.parent) {  // a quarantine is sweeping
+      unpin_node(entry.node);
+      status = PublishStatus::kBusy;
+    } else {
+      status = PublishStatus::kFoundEqual;
+      *node = entry.node;
+    }
+    return true;
+  });
+  if (status != PublishStatus::kPublished) {
+    auto& counter = status == PublishStatus::kFoundEqual  ? counters_.nodes_found_equal
+                    : status == PublishStatus::kCollision ? counters_.collisions
+                                                          : counters_.publish_busy;
+    counter.fetch_add(1, std::memory_order_relaxed);
+    return give_up(status);
+  }
+
+  if (content.parent != 0) {
+    const Transition t = store_.history(content.parent).add_kid();
+    if (t != Transition::kDone) return give_up(t == Transition::kFull ? PublishStatus::kBusy : PublishStatus::kParentBroken);
+  }
+  if (control.seal(gen) != Transition::kDone) {
+    // A quarantine marked the node. It stays the filler's to undo, child count last.
+    HETKV_CHECK(control.abandon_fill(gen) == Transition::kDone, "an unpublished node was taken from its filler");
+    if (content.parent != 0) after_history_release(content.parent, store_.history(content.parent).drop_kid());
+    store_.release(id);
+    return PublishStatus::kParentBroken;
+  }
+  HETKV_CHECK(index_.insert(*writer, content.key, id, 0), "the index has fewer slots than nodes");
+  for (std::uint32_t slot = 0; slot < store_.history_groups(); ++slot) {
+    if (content.history_refs[slot] != kNoBlock) arena_.set_owner(Block{content.history_refs[slot], layout_.history_groups()[slot]}, id);
+  }
+  if (any_broken()) forget_broken(content.key);
+  live_nodes_.fetch_add(1, std::memory_order_relaxed);
+  live_by_version_[content.version].fetch_add(1, std::memory_order_relaxed);
+  counters_.nodes_published.fetch_add(1, std::memory_order_relaxed);
+  *node = id;
+  return PublishStatus::kPublished;
+}
+
+bool ObjectStore::publish_point(NodeId node, std::uint32_t set, std::uint32_t block, std::uint32_t gap_tokens, bool probation) {
+  ObjectControl control = store_.point(node, set);
+  std::uint32_t gen = 0;
+  if (control.begin_fill(&gen) != Transition::kDone) return false;  // another's is there, or is going
+  NodeHeader& h = store_.header(node);
+  store_.point_ref(node, set) = block;
+  store_.point_use(node, set).store(inflation_[set].load(std::memory_order_relaxed), std::memory_order_relaxed);
+  if (h.gap.load(std::memory_order_relaxed) < gap_tokens) h.gap.store(gap_tokens, std::memory_order_relaxed);
+  const auto bit = static_cast<std::uint8_t>(1U << set);
+  if (probation) {
+    h.probation.fetch_or(bit, std::memory_order_relaxed);
+  } else {
+    h.probation.fetch_and(static_cast<std::uint8_t>(~bit), std::memory_order_relaxed);
+  }
+  h.ever_published.fetch_or(bit, std::memory_order_relaxed);
+  HETKV_CHECK(control.seal(gen) == Transition::kDone, "a point object was taken from its filler");
+  arena_.set_owner(Block{block, layout_.point_groups()[set]}, node);
+  refresh_flags(node);
+  counters_.points_published[set].fetch_add(1, std::memory_order_relaxed);
+  return true;
+}
+
+void ObjectStore::refresh_flags(NodeId node) {
+  index_.refresh_flags(key_of(node), node, [&] {
+    std::uint8_t flags = 0;
+    for (std::uint32_t s = 0; s < store_.point_sets(); ++s) {
+      if (store_.point(node, s).load().state() == ObjectState::kSealed) flags |= static_cast<std::uint8_t>(1U << s);
+    }
+    return flags;
+  });
+}
+
+// --- eviction ---
+
+bool ObjectStore::evict_node(NodeId node, std::uint32_t gen) {
+  const NodeId parent = store_.header(node).parent.load(std::memory_order_relaxed);
+  if (store_.history(node).begin_evict(gen) != Transition::kDone) return false;
+  finish_evict_node(node);
+  if (parent != 0) after_history_release(parent, store_.history(parent).drop_kid());
+  return true;
+}
+
+// The node is EVICTING and ours. Leaves it ABSENT and its record free; the caller lowers the parent's child count after.
+void ObjectStore::finish_evict_node(NodeId node) {
+  NodeHeader& h = store_.header(node);
+  const Key128 key = key_of(node);
+  index_.remove(key, node);
+  ghosts_[key.low % kGhosts].store(ghost_tag(key), std::memory_order_relaxed);
+  for (std::uint32_t s = 0; s < store_.point_sets(); ++s) {
+    ObjectControl point = store_.point(node, s);
+    const ObjectWord w = point.load();
+    // Nobody pins a point without a pin on its node or below it (protocol.md invariant 4); another evictor may be at it.
+    if (point.begin_evict(w.gen()) == Transition::kDone) {
+      drop_point_block(node, s);
+      point.finish_evict();
+    }
+  }
+  std::uint64_t bytes = 0;
+  for (std::uint32_t slot = 0; slot < store_.history_groups(); ++slot) {
+    const std::uint32_t ref = store_.history_ref(node, slot);
+    if (ref == kNoBlock) continue;
+    const GroupId group = layout_.history_groups()[slot];
+    arena_.drop(Block{ref, group});
+    bytes += layout_.group(group).block_bytes;
+  }
+  spaces_.of_instance(h.space.load(std::memory_order_relaxed))->used_bytes.fetch_sub(static_cast<std::int64_t>(bytes), std::memory_order_relaxed);
+  live_nodes_.fetch_sub(1, std::memory_order_relaxed);
+  live_by_version_[h.version.load(std::memory_order_relaxed)].fetch_sub(1, std::memory_order_relaxed);
+  counters_.history_evicted.fetch_add(1, std::memory_order_relaxed);
+  if (const NodeId parent = h.parent.load(std::memory_order_relaxed); parent != 0) {
+    std::atomic<std::uint64_t>& theirs = store_.header(parent).last_use;
+    std::uint64_t seen = theirs.load(std::memory_order_relaxed);
+    const std::uint64_t mine = h.last_use.load(std::memory_order_relaxed);
+    while (seen < mine && !theirs.compare_exchange_weak(seen, mine, std::memory_order_relaxed)) {
+    }
+  }
+  store_.history(node).finish_evict();
+  store_.release(node);
+}
+
+void ObjectStore::drop_point_block(NodeId node, std::uint32_t set) {
+  const GroupId group = layout_.point_groups()[set];
+  const std::uint32_t ref = store_.point_ref(node, set);
+  const std::uint32_t space = store_.header(node).space.load(std::memory_order_relaxed);
+  arena_.drop(Block{ref, group});
+  spaces_.of_instance(space)->used_bytes.fetch_sub(static_cast<std::int64_t>(layout_.group(group).block_bytes), std::memory_order_relaxed);
+  counters_.points_evicted[set].fetch_add(1, std::memory_order_relaxed);
+}
+
+bool ObjectStore::evict_point(NodeId node, std::uint32_t set, std::uint32_t gen) {
+  ObjectControl control = store_.point(node, set);
+  if (control.begin_evict(gen) != Transition::kDone) return false;
+  drop_point_block(node, set);
+  control.finish_evict();
+  refresh_flags(node);
+  return true;
+}
+
+std::uint64_t ObjectStore::history_score(NodeId node) const {
+  const NodeHeader& h = store_.header(node);
+  // Recency, and a bounded preference for what many prefixes share: at most a quarter of a full turn of the pool.
+  const auto shared = static_cast<std::uint64_t>(std::min<int>(static_cast<int>(std::bit_width(h.uses.load(std::memory_order_relaxed))), 4));
+  return h.last_use.load(std::memory_order_relaxed) + shared * (store_.max_nodes() / 16);
+}
+
+// Greedy-dual: what was evicted last sets the water line; a checkpoint stands above it by the tokens it saves, weighted by reuse.
+std::uint64_t ObjectStore::point_score(NodeId node, std::uint32_t set) const {
+  const NodeHeader& h = store_.header(node);
+  const std::uint64_t blocks = std::clamp<std::uint64_t>(h.gap.load(std::memory_order_relaxed) / layout_.block_size(), 1, 1024);
+  const std::uint64_t reuse = 1 + std::min<std::uint64_t>(h.uses.load(std::memory_order_relaxed), 7);
+  std::uint64_t value = blocks * reuse * 16;
+  if ((h.probation.load(std::memory_order_relaxed) >> set & 1) != 0) value /= 4;
+  return store_.point_use(node, set).load(std::memory_order_relaxed) + value;
+}
+
+void ObjectStore::touch_node(NodeId node, std::uint64_t now) {
+  NodeHeader& h = store_.header(node);
+  h.last_use.store(now, std::memory_order_relaxed);
+  const std::uint32_t uses = h.uses.load(std::memory_order_relaxed);
+  if (uses < 0xFFFF) h.uses.store(uses + 1, std::memory_order_relaxed);
+}
+
+void ObjectStore::touch_point(NodeId node, std::uint32_t set) {
+  store_.point_use(node, set).store(inflation_[set].load(std::memory_order_relaxed), std::memory_order_relaxed);
+  store_.header(node).probation.fetch_and(static_cast<std::uint8_t>(~(1U << set)), std::memory_order_relaxed);
+}
+
+void ObjectStore::enqueue_history(NodeId node) {
+  std::atomic<std::uint16_t>& queued = store_.header(node).queued;
+  if ((queued.fetch_or(kHistoryQueued, std::memory_order_acq_rel) & kHistoryQueued) != 0) return;
+  if (!history_queue_.push({history_score(node), node, store_.history(node).load().gen()})) {
+    queued.fetch_and(static_cast<std::uint16_t>(~kHistoryQueued), std::memory_order_acq_rel);
+  }
+}
+
+void ObjectStore::enqueue_point(NodeId node, std::uint32_t set) {
+  const auto bit = static_cast<std::uint16_t>(1U << set);
+  std::atomic<std::uint16_t>& queued = store_.header(node).queued;
+  if ((queued.fetch_or(bit, std::memory_order_acq_rel) & bit) != 0) return;
+  if (!point_queues_[set].push({point_score(node, set), node, store_.point(node, set).load().gen()})) {
+    queued.fetch_and(static_cast<std::uint16_t>(~bit), std::memory_order_acq_rel);
+  }
+}
+
+bool ObjectStore::evict_coldest_history(bool after_sweep) {
+  if (after_sweep) sweep_into_queues();
+  while (const auto entry = history_queue_.pop()) {
+    NodeHeader& h = store_.header(entry->node);
+    // The bit goes first: a release that comes after sees it clear and queues the object anew.
+    h.queued.fetch_and(static_cast<std::uint16_t>(~kHistoryQueued), std::memory_order_acq_rel);
+    const ObjectWord w = store_.history(entry->node).load();
+    if (w.state() != ObjectState::kSealed || w.pins() > 0 || w.kids() > 0) continue;
+    if (w.gen() != entry->gen || history_score(entry->node) > entry->score) {
+      enqueue_history(entry->node);
+      continue;
+    }
+    if (evict_node(entry->node, w.gen())) return true;
+  }
+  return false;
+}
+
+bool ObjectStore::evict_coldest_point(std::uint32_t set, bool after_sweep) {
+  if (after_sweep) sweep_into_queues();
+  const auto bit = static_cast<std::uint16_t>(1U << set);
+  while (const auto entry = point_queues_[set].pop()) {
+    store_.header(entry->node).queued.fetch_and(static_cast<std::uint16_t>(~bit), std::memory_order_acq_rel);
+    const ObjectWord w = store_.point(entry->node, set).load();
+    if (w.state() != ObjectState::kSealed || w.pins() > 0) continue;
+    const std::uint64_t score = point_score(entry->node, set);
+    if (w.gen() != entry->gen || score > entry->score) {
+      enqueue_point(entry->node, set);
+      continue;
+    }
+    if (evict_point(entry->node, set, w.gen())) {
+      std::uint64_t line = inflation_[set].load(std::memory_order_relaxed);
+      while (line < score && !inflation_[set].compare_exchange_weak(line, score, std::memory_order_relaxed)) {
+      }
+      return true;
+    }
+  }
+  return false;
+}
+
+void ObjectStore::sweep_into_queues() {
+  for (NodeId id = 1; id < store_.high_water(); ++id) {
+    const ObjectWord w = store_.history(id).load();
+    if (w.state() != ObjectState::kSealed) continue;
+    if (w.pins() == 0 && w.kids() == 0) enqueue_history(id);
+    for (std::uint32_t s = 0; s < store_.point_sets(); ++s) {
+      const ObjectWord p = store_.point(id, s).load();
+      if (p.state() == ObjectState::kSealed && p.pins() == 0) enqueue_point(id, s);
+    }
+  }
+}
+
+std::vector<NodeId> ObjectStore::live_by_depth() const {
+  std::vector<std::pair<std::uint32_t, NodeId>> found;
+  for (NodeId id = 1; id < store_.high_water(); ++id) {
+    const ObjectState state = store_.history(id).load().state();
+    if (state == ObjectState::kSealed || state == ObjectState::kBroken) {
+      found.emplace_back(store_.header(id).depth.load(std::memory_order_relaxed), id);
+    }
+  }
+  std::sort(found.begin(), found.end());
+  std::vector<NodeId> nodes;
+  nodes.reserve(found.size());
+  for (const auto& [depth, id] : found) nodes.push_back(id);
+  return nodes;
+}
+
+bool ObjectStore::evict_subtree(NodeId root) {
+  std::vector<char> inside(store_.high_water(), 0);
+  if (root >= inside.size()) return false;
+  inside[root] = 1;
+  std::vector<std::pair<NodeId, std::uint32_t>> victims;
+  for (const NodeId id : live_by_depth()) {
+    if (id >= inside.size()) continue;
+    const NodeId parent = store_.header(id).parent.load(std::memory_order_relaxed);
+    if (inside[id] == 0 && (parent == 0 || parent >= inside.size() || inside[parent] == 0)) continue;
+    inside[id] = 1;
+    const ObjectWord w = store_.history(id).load();
+    if (w.pins() > 0) return false;
+    victims.emplace_back(id, w.gen());
+  }
+  for (auto it = victims.rbegin(); it != victims.rend(); ++it) {
+    if (!evict_node(it->first, it->second)) return false;
+  }
+  return !victims.empty();
+}
+
+std::uint64_t ObjectStore::evict_space(std::uint32_t space, std::uint64_t at_most_nodes) {
+  std::vector<NodeId> mine;
+  for (const NodeId id : live_by_depth()) {
+    if (store_.header(id).space.load(std::memory_order_relaxed) == space) mine.push_back(id);
+  }
+  // Deepest first keeps every step legal; among equals the colder goes first.
+  std::stable_sort(mine.begin(), mine.end(), [&](NodeId a, NodeId b) {
+    const NodeHeader &x = store_.header(a), &y = store_.header(b);
+    const std::uint32_t dx = x.depth.load(std::memory_order_relaxed), dy = y.depth.load(std::memory_order_relaxed);
+    return dx != dy ? dx > dy : x.last_use.load(std::memory_order_relaxed) < y.last_use.load(std::memory_order_relaxed);
+  });
+  std::uint64_t gone = 0;
+  for (const NodeId id : mine) {
+    if (gone == at_most_nodes) break;
+    const ObjectWord w = store_.history(id).load();
+    if (store_.header(id).space.load(std::memory_order_relaxed) == space && evict_node(id, w.gen())) ++gone;
+  }
+  return gone;
+}
+
+// --- quarantine ---
+
+std::uint64_t ObjectStore::quarantine_node(NodeId node, std::uint32_t gen, LossReason reason, std::int32_t group) {
+  auto take = [&](NodeId id, std::uint32_t g) {
+    const Key128 key = key_of(id);
+    const VersionId version = store_.header(id).version.load(std::memory_order_relaxed);
+    if (store_.history(id).break_object(g) != Transition::kDone) return false;
+    index_.remove(key, id);
+    remember_broken(key, {version, reason, group});
+    counters_.broken.fetch_add(1, std::memory_order_relaxed);
+    return true;
+  };
+  if (!take(node, gen)) return 0;
+  std::uint64_t marked = 1;
+  // Broken parents take no children, so this ends.
+  for (bool more = true; more;) {
+    more = false;
+    for (NodeId id = 1; id < store_.high_water(); ++id) {
+      const ObjectWord w = store_.history(id).load();
+      if (w.state() != ObjectState::kSealed && w.state() != ObjectState::kFilling) continue;
+      const NodeId parent = store_.header(id).parent.load(std::memory_order_relaxed);
+      if (parent == 0 || store_.history(parent).load().state() != ObjectState::kBroken) continue;
+      if (take(id, w.gen())) {
+        ++marked;
+        more = true;
+      }
+    }
+  }
+  const std::vector<NodeId> nodes = live_by_depth();
+  for (auto it = nodes.rbegin(); it != nodes.rend(); ++it) {
+    const ObjectWord w = store_.history(*it).load();
+    if (w.state() == ObjectState::kBroken) evict_node(*it, w.gen());
+  }
+  return marked;
+}
+
+bool ObjectStore::quarantine_point(NodeId node, std::uint32_t set) {
+  ObjectControl control = store_.point(node, set);
+  const std::uint32_t gen = control.load().gen();
+  if (control.break_object(gen) != Transition::kDone) return false;
+  counters_.broken.fetch_add(1, std::memory_order_relaxed);
+  refresh_flags(node);
+  evict_point(node, set, gen);  // now, unless a lease still reads it: then its unpin does
+  return true;
+}
+
+void ObjectStore::remember_broken(const Key128& key, const BrokenRecord& record) {
+  constexpr std::size_t kRemembered = std::size_t{1} << 16;
+  const std::lock_guard guard(broken_mutex_);
+  if (broken_.size() >= kRemembered) broken_.erase(broken_.begin());
+  broken_[key.low] = record;
+  broken_count_.store(broken_.size(), std::memory_order_release);
+}
+
+void ObjectStore::forget_broken(const Key128& key) {
+  const std::lock_guard guard(broken_mutex_);
+  broken_.erase(key.low);
+  broken_count_.store(broken_.size(), std::memory_order_release);
+}
+
+std::optional<BrokenRecord> ObjectStore::broken(const Key128& key) const {
+  const std::lock_guard guard(broken_mutex_);
+  const auto it = broken_.find(key.low);
+  return it == broken_.end() ? std::nullopt : std::optional(it->second);
+}
+
+bool ObjectStore::recently_evicted(const Key128& key) const {
+  return ghosts_[key.low % kGhosts].load(std::memory_order_relaxed) == ghost_tag(key);
+}
+
+std::size_t ObjectStore::metadata_bytes() const {
+  std::size_t bytes = std::size_t{store_.high_water()} * store_.record_bytes() + index_.bytes() + history_queue_.bytes();
+  for (std::uint32_t s = 0; s < store_.point_sets(); ++s) bytes += point_queues_[s].bytes();
+  return bytes;
+}
+
+void ObjectStore::check_invariants() const {
+  std::vector<std::uint32_t> kids(store_.high_water(), 0);
+  std::uint64_t live = 0;
+  for (NodeId id = 1; id < store_.high_water(); ++id) {
+    const ObjectWord w = store_.history(id).load();
+    if (w.state() == ObjectState::kAbsent) continue;
+    ++live;
+    const NodeId parent = store_.header(id).parent.load(std::memory_order_relaxed);
+    if (parent == 0) continue;
+    ++kids[parent];
+    const ObjectState theirs = store_.history(parent).load().state();
+    HETKV_CHECK(theirs != ObjectState::kAbsent && theirs != ObjectState::kEvicting, "closure: a live node's parent is going or gone");
+    HETKV_CHECK(theirs == ObjectState::kSealed || w.state() == ObjectState::kBroken, "chain: a sealed node under an unsealed one");
+  }
+  HETKV_CHECK(live == live_nodes(), "live node count");
+  for (NodeId id = 1; id < store_.high_water(); ++id) {
+    const ObjectWord w = store_.history(id).load();
+    HETKV_CHECK(w.kids() == kids[id], "child count differs from the children");
+    for (std::uint32_t s = 0; s < store_.point_sets(); ++s) {
+      const ObjectState point = store_.point(id, s).load().state();
+      HETKV_CHECK(point == ObjectState::kAbsent || w.state() != ObjectState::kAbsent, "a point object without its node");
+    }
+    if (w.state() != ObjectState::kSealed) continue;
+    std::uint8_t flags = 0, seen = 0;
+    for (std::uint32_t s = 0; s < store_.point_sets(); ++s) {
+      if (store_.point(id, s).load().state() == ObjectState::kSealed) flags |= static_cast<std::uint8_t>(1U << s);
+    }
+    bool found = false;
+    index_.visit(key_of(id), [&](const PrefixIndex::Entry& entry) {
+      if (entry.node != id) return false;
+      seen = entry.flags;
+      found = true;
+      return true;
+    });
+    HETKV_CHECK(found, "a sealed node is not in the index");
+    HETKV_CHECK(flags == seen, "point flags of a slot differ from the words");
+  }
+}
+
+}  // namespace hetkv

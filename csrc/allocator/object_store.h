@@ -1,0 +1,216 @@
+// ObjectStore: nodes, their objects and the index of one tier: find, pin, publish, evict, quarantine (protocol.md section 5).
+//
+// Owns the node pool, the index, the eviction queues and the memory of what was lost (ghosts, broken objects). Holds blocks of the
+// arena on behalf of sealed objects. Does not know sequences, requests or reports. The arena must outlive it.
+// Methods are thread-safe and never wait for another thread unless said.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "allocator/arena.h"
+#include "allocator/eviction_queue.h"
+#include "allocator/layout.h"
+#include "allocator/loss.h"
+#include "allocator/namespace_table.h"
+#include "allocator/node_store.h"
+#include "allocator/prefix_index.h"
+#include "allocator/version_table.h"
+
+namespace hetkv {
+
+struct Found {
+  NodeId node = 0;
+  std::uint32_t gen = 0;
+  std::uint8_t flags = 0;  // point sets that look sealed
+};
+
+enum class PublishStatus : std::uint8_t {
+  kPublished,     // ours is in the index, pinned
+  kFoundEqual,    // another's is; it is pinned now, our blocks stay private
+  kBusy,          // try again at the next boundary
+  kCollision,     // same key, other tokens: counted, never published
+  kParentBroken,  // a quarantine took the parent
+  kNoNode,        // every node record is in use
+};
+
+struct NodeContent {
+  Key128 key;
+  VersionId version = 0;
+  std::uint32_t space = 0;  // namespace instance
+  NodeId parent = 0;        // pinned by the caller, or 0
+  std::uint32_t depth = 0;  // in blocks, >= 1
+  const std::int32_t* tokens = nullptr;            // block_size of them
+  std::span<const std::uint32_t> history_refs;     // one per required history group, kNoBlock where the layout stores none
+};
+
+// A lost object that is still remembered by name: broken, not evicted.
+struct BrokenRecord {
+  VersionId version = 0;
+  LossReason reason = LossReason::kIncomplete;
+  std::int32_t group = -1;
+};
+
+class ObjectStore {
+ public:
+  ObjectStore(const CacheLayout& layout, Arena& arena, NamespaceTable& spaces, std::uint32_t max_nodes);
+  ~ObjectStore();  // evicts everything; checks that nothing is pinned
+  ObjectStore(const ObjectStore&) = delete;
+  ObjectStore& operator=(const ObjectStore&) = delete;
+
+  // --- search (loads only) ---
+  Found lookup(const Key128& key, VersionId version, std::uint32_t space) const;
+  // Deepest sealed node among keys[0..limit), by binary search over depth; `depth` is 0 if none.
+  Found find_deepest(std::span<const Key128> keys, std::uint32_t limit, VersionId version, std::uint32_t space, std::uint32_t* depth) const;
+
+  // --- pins ---
+  // Pins the node and compares key, version, namespace and depth under the pin; on failure nothing is pinned.
+  bool pin_node(const Found& found, const Key128& key, VersionId version, std::uint32_t space, std::uint32_t depth);
+  void pin_node_again(NodeId node);  // by one who holds a pin on it or on a descendant
+  void unpin_node(NodeId node);
+  // By one who holds a pin on the node or on a descendant of it.
+  bool pin_point(NodeId node, std::uint32_t set);
+  void unpin_point(NodeId node, std::uint32_t set);
+  bool node_ok(NodeId node) const { return store_.history(node).load().state() == ObjectState::kSealed; }
+  bool point_ok(NodeId node, std::uint32_t set) const { return store_.point(node, set).load().state() == ObjectState::kSealed; }
+
+  // Under a pin on the node at depth keys.size(): every ancestor's node id, flags and references, and a comparison of tokens
+  // (all blocks, or only the deepest). Returns the shallowest depth whose tokens differ, or 0. `each(depth, node, flags)` is called
+  // for every depth in order.
+  template <class Each>
+  std::uint32_t gather(std::span<const Key128> keys, const std::int32_t* tokens, VersionId version, std::uint32_t space,
+                       bool compare_all, Each&& each) const;
+
+  // --- publication ---
+  // On kPublished and kFoundEqual `node` is pinned for the caller. The content's blocks move their hold on kPublished only.
+  PublishStatus publish_node(const NodeContent& content, NodeId* node);
+  // Publishes one block as point set `set` of a node that the caller has pinned. On true the hold moved and the caller has a pin.
+  bool publish_point(NodeId node, std::uint32_t set, std::uint32_t block, std::uint32_t gap_tokens, bool probation);
+
+  // --- eviction ---
+  // Evicts the coldest history leaf / point object of a set. False if there is no victim now. `swept`: after a full sweep.
+  bool evict_coldest_history(bool after_sweep);
+  bool evict_coldest_point(std::uint32_t set, bool after_sweep);
+  bool evict_node(NodeId node, std::uint32_t gen);
+  bool evict_point(NodeId node, std::uint32_t set, std::uint32_t gen);
+  // Evicts the subtree below and including `node`, deepest first; false if something in it is pinned. A sweep: for slab moves only.
+  bool evict_subtree(NodeId node);
+  std::uint64_t coldest_history_use() const { return history_queue_.lowest(); }
+  // Puts every evictable object back into the queues (what a busy shard dropped). O(nodes).
+  void sweep_into_queues();
+  // Evicts every unpinned object of a namespace instance, leaf first; returns how many nodes went. O(nodes log nodes).
+  std::uint64_t evict_space(std::uint32_t space, std::uint64_t at_most_nodes);
+
+  // --- quarantine ---
+  // Takes a node (or one of its point sets) and everything below it out of sight. Returns the number of objects marked.
+  std::uint64_t quarantine_node(NodeId node, std::uint32_t gen, LossReason reason, std::int32_t group);
+  bool quarantine_point(NodeId node, std::uint32_t set);
+  std::optional<BrokenRecord> broken(const Key128& key) const;
+  bool any_broken() const { return broken_count_.load(std::memory_order_acquire) != 0; }
+  bool recently_evicted(const Key128& key) const;
+
+  // --- use ---
+  std::uint64_t tick() { return tick_.fetch_add(1, std::memory_order_relaxed) + 1; }
+  void touch_node(NodeId node, std::uint64_t now);
+  void touch_point(NodeId node, std::uint32_t set);
+
+  const NodeStore& nodes() const { return store_; }
+  std::uint64_t live_nodes() const { return live_nodes_.load(std::memory_order_relaxed); }
+  std::uint64_t live_nodes(VersionId version) const { return live_by_version_[version].load(std::memory_order_relaxed); }
+  std::size_t metadata_bytes() const;
+
+  struct Counters {
+    std::atomic<std::uint64_t> nodes_published{0}, nodes_found_equal{0}, publish_busy{0}, collisions{0};
+    std::atomic<std::uint64_t> history_evicted{0}, broken{0};
+    std::array<std::atomic<std::uint64_t>, kMaxPointSets> points_published{}, points_evicted{};
+  };
+  const Counters& counters() const { return counters_; }
+  // Closure, counts and flags at a quiescent moment: aborts with the rule that is broken. O(nodes).
+  void check_invariants() const;
+
+ private:
+  Key128 key_of(NodeId node) const {
+    const NodeHeader& h = store_.header(node);
+    return {h.key_high.load(std::memory_order_relaxed), h.key_low.load(std::memory_order_relaxed)};
+  }
+  bool same_identity(NodeId node, const Key128& key, VersionId version, std::uint32_t space) const;
+  void finish_evict_node(NodeId node);
+  void drop_point_block(NodeId node, std::uint32_t set);
+  void after_history_release(NodeId node, Released released);
+  void refresh_flags(NodeId node);
+  void enqueue_history(NodeId node);
+  void enqueue_point(NodeId node, std::uint32_t set);
+  std::uint64_t history_score(NodeId node) const;
+  std::uint64_t point_score(NodeId node, std::uint32_t set) const;
+  void remember_broken(const Key128& key, const BrokenRecord& record);
+  void forget_broken(const Key128& key);
+  std::vector<NodeId> live_by_depth() const;
+
+  const CacheLayout& layout_;
+  Arena& arena_;
+  NamespaceTable& spaces_;
+  NodeStore store_;
+  PrefixIndex index_;
+  EvictionQueue history_queue_;
+  std::array<EvictionQueue, kMaxPointSets> point_queues_;
+  std::array<std::atomic<std::uint64_t>, kMaxPointSets> inflation_{};  // score of the last evicted point, per set
+  std::atomic<std::uint64_t> tick_{0};
+  std::atomic<std::uint64_t> live_nodes_{0};
+  std::array<std::atomic<std::uint32_t>, VersionTable::kMaxVersions> live_by_version_{};
+  Counters counters_;
+
+  static constexpr std::size_t kGhosts = std::size_t{1} << 16;
+  LazyArray<std::atomic<std::uint32_t>> ghosts_;  // tags of evicted keys: only to name a reason
+  mutable std::mutex broken_mutex_;               // never taken by a request unless something is broken
+  std::unordered_map<std::uint64_t, BrokenRecord> broken_;
+  std::atomic<std::uint64_t> broken_count_{0};
+};
+
+template <class Each>
+std::uint32_t ObjectStore::gather(std::span<const Key128> keys, const std::int32_t* tokens, VersionId version, std::uint32_t space,
+                                  bool compare_all, Each&& each) const {
+  // Three stages, each a fixed distance ahead of the next, so that buckets, records and tokens are in cache when they are read.
+  constexpr std::size_t kAhead = 8;
+  const std::size_t n = keys.size();
+  const std::size_t block_size = layout_.block_size();
+  std::array<PrefixIndex::Entry, 2 * kAhead> window;
+  auto resolve = [&](std::size_t i) {
+    PrefixIndex::Entry entry;
+    index_.visit(keys[i], [&](const PrefixIndex::Entry& e) {
+      entry = e;  // the tag decides for the prefetch; identity is compared below
+      return true;
+    });
+    window[i % window.size()] = entry;
+    store_.prefetch(entry.node);
+  };
+  for (std::size_t i = 0; i < n && i < 2 * kAhead; ++i) index_.prefetch(keys[i]);
+  for (std::size_t i = 0; i < n && i < kAhead; ++i) resolve(i);
+  for (std::size_t i = 0; i < n; ++i) {
+    if (i + 2 * kAhead < n) index_.prefetch(keys[i + 2 * kAhead]);
+    if (i + kAhead < n) resolve(i + kAhead);
+    PrefixIndex::Entry entry = window[i % window.size()];
+    if (entry.node == 0 || !same_identity(entry.node, keys[i], version, space)) [[unlikely]] {
+      const Found found = lookup(keys[i], version, space);
+      if (found.node == 0) return static_cast<std::uint32_t>(i + 1);  // a quarantine is taking the chain away
+      entry = {found.node, found.flags};
+    }
+    if (compare_all || i + 1 == n) {
+      const std::span<const std::int32_t> stored = store_.tokens(entry.node);
+      if (__builtin_memcmp(stored.data(), tokens + i * block_size, block_size * sizeof(std::int32_t)) != 0) [[unlikely]] {
+        return static_cast<std::uint32_t>(i + 1);
+      }
+    }
+    each(static_cast<std::uint32_t>(i + 1), entry.node, entry.flags);
+  }
+  return 0;
+}
+
+}  // namespace hetkv

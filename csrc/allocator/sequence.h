@@ -1,0 +1,196 @@
+// Sequence: one running request. Block tables, counters, staged checkpoints, and the lease that keeps its prefix.
+//
+// Owns its private blocks, credits and pins; gives all of them back when freed. Made by KvAllocator::admit; the allocator must
+// outlive it. Not thread-safe: one thread at a time uses a sequence (different sequences are independent). Counters of tokens:
+// known >= scheduled >= settled (bytes written, fence passed); accepted (not open to rollback). Slide and publish look at
+// min(accepted, settled).
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "allocator/arena.h"
+#include "allocator/hit_report.h"
+#include "allocator/lease.h"
+#include "allocator/namespace_table.h"
+#include "allocator/retention.h"
+
+namespace hetkv {
+
+class KvAllocator;
+
+// The hashed prefix of a conversation, shared between its turns so that no token is hashed twice. Immutable.
+struct HashedPrefix {
+  std::uint32_t space = 0;            // namespace instance the keys were chained from
+  std::vector<std::int32_t> tokens;   // whole blocks only
+  std::vector<Key128> keys;           // one per block
+};
+
+struct StepStamp {
+  std::uint64_t epoch = 0;
+  VersionId version = 0;
+  std::int64_t begin = 0, end = 0;  // tokens of this step
+};
+
+// A refusal with its numbers; what AdmissionError is made from.
+struct Refusal {
+  enum class Cause : std::uint8_t { kNone, kImpossible, kNoRoom, kQuota };
+  Cause cause = Cause::kNone;
+  PoolId pool = 0;
+  std::uint64_t need = 0, cap = 0;  // bytes
+  explicit operator bool() const { return cause != Cause::kNone; }
+};
+
+enum class PublishOutcome : std::uint8_t {
+  kDone,           // everything up to the asked position
+  kBusy,           // another is at the same node: try at the next boundary
+  kForeignVersion, // rows from here on were written under other weights
+  kUnpublishable,  // a collision, a cleared namespace or a broken parent: this sequence publishes no more
+  kNoNode,         // the node pool is full of pinned nodes
+};
+
+struct PublishResult {
+  std::int64_t published_tokens = 0;
+  PublishOutcome outcome = PublishOutcome::kDone;
+};
+
+struct StagedBlock {
+  GroupId group = 0;
+  std::uint32_t offset = 0;  // of 256 bytes
+};
+
+class Sequence {
+ public:
+  ~Sequence();
+  Sequence(const Sequence&) = delete;
+  Sequence& operator=(const Sequence&) = delete;
+
+  const HitReport& report() const { return report_; }
+  std::int64_t num_computed_tokens() const { return std::int64_t{resume_depth_} * block_size_; }
+  std::int64_t num_tokens() const { return static_cast<std::int64_t>(tokens_.size()); }
+  std::int64_t scheduled() const { return scheduled_; }
+  std::int64_t settled() const { return settled_; }
+  std::int64_t accepted() const { return accepted_; }
+  std::int64_t published_tokens() const { return std::int64_t{published_depth_} * block_size_; }
+  VersionId version() const { return version_; }
+  std::uint64_t epoch() const { return epoch_; }
+  bool live() const { return live_; }
+  // Whether everything it was admitted with is still good.
+  bool ok() const { return lease_.ok(); }
+
+  // Tokens become known. Amortised constant time per token.
+  void append(std::span<const std::int32_t> ids);
+  void append_one(std::int32_t id) { tokens_.push_back(id); }
+  // Blocks for the rows of tokens [scheduled, upto), or a refusal that changes nothing. upto <= num_tokens().
+  Refusal schedule(std::int64_t upto, StepStamp* stamp);
+  // The step's bytes are written and its fence has passed. False: the stamp is of an old epoch and was dropped.
+  bool settle(const StepStamp& stamp);
+  // Only tokens below are safe from rollback; default: all. Never lowers.
+  void hold_acceptance();              // from now on, accept() must be called
+  void accept(std::int64_t upto);
+  // A new epoch: results of steps scheduled before are dropped.
+  void restart_from_settled();
+
+  // --- checkpoints ---
+  bool wants_point(std::int64_t position) const;
+  // Blocks for every tail and snapshot group that R(position) asks for; empty if the policy does not want it, nothing is asked
+  // for, or memory is short (a checkpoint is never worth a refusal). position: a multiple of block_size in (resume, known].
+  std::vector<StagedBlock> stage_point(std::int64_t position);
+  // Proof: the state in the staged block of `group` is the state at `state_position`. PositionError if that is not `position`.
+  void commit_point(std::int64_t position, GroupId group, std::int64_t state_position);
+  // Whole blocks up to min(upto, settled, accepted) become matchable, and the checkpoints that are due with them.
+  PublishResult publish(std::int64_t upto);
+  // Gives everything back. turn_end: the staged checkpoints of the end of the turn are published first.
+  void free(bool turn_end);
+
+  // --- addresses ---
+  // Offsets of 256 bytes, one per block of the group; slid or absent blocks are the scratch block. Valid until the next call.
+  std::span<const std::int32_t> block_table(GroupId group) const { return groups_[group].offsets; }
+  // Slots of the group's own rows [begin, end): entries of a history group, tokens of a window group.
+  void slot_mapping(GroupId group, std::int64_t begin, std::int64_t end, std::int64_t* out) const;
+  // One slot per token of [begin, end): where the row or entry that this token completes is stored; scratch where none is.
+  void token_slots(GroupId group, std::int64_t begin, std::int64_t end, std::int64_t* out) const;
+  // The tail or snapshot block restored at num_computed_tokens, or -1.
+  std::int64_t point_block(GroupId group) const { return point_blocks_[group]; }
+  // The running ring (tail groups) or live state (snapshot groups) of this sequence, or -1 without live_state.
+  std::int64_t live_block(GroupId group) const { return live_blocks_[group]; }
+
+  // Ranges of blocks that changed hands and must be zeroed before use; confirm when done. publish() refuses until then.
+  const std::vector<ClearRange>& ranges_to_clear() const { return to_clear_; }
+  void confirm_cleared();
+
+  // The keys of its whole blocks, for the conversation's next turn. Allocates.
+  std::shared_ptr<const HashedPrefix> hashed_prefix();
+  const Namespace& space() const { return *space_; }
+
+ private:
+  friend class KvAllocator;
+  Sequence(KvAllocator& allocator, Namespace* space, const NamespaceInstance* instance);
+
+  enum class Held : std::uint8_t { kNone, kPrivate, kShared };
+  struct GroupBlocks {
+    std::vector<std::int32_t> offsets;
+    std::vector<Held> held;
+    std::vector<Block> spare;    // window groups: slid private blocks, used again
+    std::size_t first_held = 0;  // window groups: everything before is kNone
+  };
+  struct PendingPoint {
+    std::uint32_t depth = 0;
+    RetentionPlan::Want want = RetentionPlan::Want::kNo;
+    std::uint32_t needed_sets = 0, committed_sets = 0;             // tail and snapshot sets
+    std::array<std::uint32_t, kMaxPointSets> blocks{};             // kNoBlock = none
+    bool complete() const { return needed_sets == committed_sets; }
+  };
+
+  std::size_t table_blocks(const Group& group, std::int64_t tokens) const;
+  BlockCounts growth(std::int64_t upto) const;                      // blocks to take that neither spares nor credits cover
+  void grow(std::int64_t upto) noexcept;                            // takes them
+  StepStamp stamp_step(std::int64_t upto) noexcept;
+  Block take(PoolId pool);
+  void give_up(Block block);                                        // a private block goes back to the arena
+  void slide();
+  bool window_needs(const Group& group, std::size_t index) const;
+  void note_boundaries(std::int64_t from, std::int64_t to);
+  PendingPoint* find_pending(std::uint32_t depth);
+  void trim_rolling(std::uint32_t newest);
+  void drop_pending(PendingPoint& point);
+  bool publish_history(std::uint32_t depth, PublishOutcome* outcome);
+  bool publish_pending(PendingPoint& point, bool growing);
+  void publish_due(bool turn_end);
+  void extend_keys(std::uint32_t depth);
+  std::uint32_t point_set_mask(std::uint32_t depth) const;          // tail and snapshot sets that R asks for
+
+  KvAllocator& allocator_;
+  Namespace* space_;
+  const NamespaceInstance* instance_;
+  const std::uint32_t block_size_;
+  Lease lease_;
+  Charge charge_;
+  HitReport report_;
+  RetentionPlan plan_;
+  VersionId version_ = 0;
+  std::uint64_t epoch_ = 1;
+  std::uint64_t ticket_ = 0;          // order of admission
+  std::uint32_t ticket_slot_ = 0;
+  bool live_ = true, publishable_ = true, acceptance_held_ = false;
+
+  std::vector<std::int32_t> tokens_;
+  std::vector<Key128> keys_;          // of whole blocks, as far as hashed
+  std::vector<NodeId> chain_;         // node at depth i+1, for i < published_depth_
+  std::int64_t scheduled_ = 0, settled_ = 0, accepted_ = 0;
+  std::int64_t foreign_from_ = std::numeric_limits<std::int64_t>::max();
+  std::uint32_t resume_depth_ = 0, published_depth_ = 0, last_point_depth_ = 0;
+  std::int64_t held_bytes_ = 0;       // charged to the namespace by this sequence, not by objects
+
+  std::array<GroupBlocks, kMaxGroups> groups_;
+  std::array<std::int64_t, kMaxGroups> point_blocks_, live_blocks_;
+  std::vector<PendingPoint> pending_;
+  std::vector<Block> uncleared_;
+  std::vector<ClearRange> to_clear_;
+};
+
+}  // namespace hetkv
