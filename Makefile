@@ -1,5 +1,6 @@
 # hetkv. `make demo` and `make test` set everything up on first use; see tools/bootstrap.py.
 SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .PHONY: help demo test bench cuda-all format clean
 
@@ -20,8 +21,8 @@ test: ## set everything up and run all tests, C++ and Python
 	@$(PYTHON) tools/bootstrap.py test
 	@$(WITH_TOOLS) cmake --preset dev -DHETKV_CUDA=OFF >.stamps/dev.log || { cat .stamps/dev.log; exit 1; }
 	@$(WITH_TOOLS) cmake --build --preset dev -j $(JOBS)
-	@$(WITH_TOOLS) ctest --preset dev -j $(JOBS)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(WITH_TOOLS) ctest --preset dev -j $(JOBS) | tee .stamps/ctest.log
+	@$(BIN)/python -m pytest $(ARGS) | tee .stamps/pytest.log
 
 bench: ## build the C++ benchmark and run it (ARGS= passes options)
 	@$(PYTHON) tools/bootstrap.py bench

@@ -14,8 +14,8 @@ Environment:
 
 import sys
 
-if sys.version_info < (3, 11):  # before anything that an older Python cannot parse
-    sys.exit("hetkv needs python3 >= 3.11, this is %d.%d: install one and say `make PYTHON=python3.11 ...`" % sys.version_info[:2])
+if sys.version_info < (3, 11):  # noqa: UP036 - an older Python gets this line instead of a syntax error
+    sys.exit(f"hetkv needs python3 >= 3.11, this is {sys.version.split()[0]}: install one, say `make PYTHON=python3.11 ...`")
 
 import argparse
 import contextlib
@@ -26,6 +26,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sysconfig
@@ -164,7 +165,9 @@ def system_packages(level: str) -> None:
         importlib.invalidate_caches()
         left = missing_system_packages(level)
         if left:
-            sys.exit(f"[hetkv] still missing after installation: {' '.join(left)} (compiler too old, or a python3 of another kind?)")
+            sys.exit(
+                f"[hetkv] still missing after installation: {' '.join(left)} (compiler too old, or a python3 of another kind?)"
+            )
     stamp(f"system-{level}", key)
 
 
@@ -277,7 +280,7 @@ def install_torch(requirement: str) -> None:
         requirement = str(wheel)
     elif not re.match(r"torch\b", requirement):
         requirement = f"torch=={requirement}"  # TORCH=2.12.1
-    say(f"No torch >= {'.'.join(map(str, TORCH_FLOOR))} to reuse: {requirement} will be installed into .venv (TORCH=... overrides)")
+    say(f"No torch >= 2.10 is reused: {requirement} will be installed into .venv (TORCH=... overrides)")
     plan = answer(PYTHON, "-m", "pip", "install", "--quiet", "--dry-run", "--report", "-", requirement, timeout=600)
     size = "up to 3 GB with CUDA libraries, about 0.2 GB without"
     if plan is not None:
@@ -295,8 +298,11 @@ def install_packages(level: str) -> None:
         groups = tomllib.load(file)["dependency-groups"]
     wanted = [requirement for group in LEVELS[level] for requirement in groups[group]]
     key = digest(wanted, (STAMPS / "venv").read_text())
-    if any(fresh(f"packages-{other}", digest([r for g in LEVELS[other] for r in groups[g]], (STAMPS / "venv").read_text()))
-           for other in LEVELS if set(LEVELS[other]) >= set(LEVELS[level])):
+    if any(
+        fresh(f"packages-{other}", digest([r for g in LEVELS[other] for r in groups[g]], (STAMPS / "venv").read_text()))
+        for other in LEVELS
+        if set(LEVELS[other]) >= set(LEVELS[level])
+    ):
         return
     with step(f"Installing Python packages ({', '.join(LEVELS[level])}): {len(wanted)} and what they need"):
         run(PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", "-q", *wanted)
@@ -364,7 +370,8 @@ def build_hetkv() -> None:
     if fresh("hetkv", key):
         return
     environment = tool_environment()
-    environment["CMAKE_ARGS"] = " ".join(f"-D{name}={value}" for name, value in cuda.items())
+    environment["CMAKE_ARGS"] = shlex.join(f"-D{name}={value}" for name, value in cuda.items())
+    (STAMPS / "cmake_args").write_text(environment["CMAKE_ARGS"])  # .ci/run builds its wheel the same way
     environment.setdefault("CMAKE_BUILD_PARALLEL_LEVEL", str(os.cpu_count() or 1))
     flavour = f"CUDA {cuda['HETKV_CUDA_ARCHITECTURES']}" if cuda["HETKV_CUDA"] == "ON" else "CPU"
     with step(f"Building hetkv ({flavour})"):

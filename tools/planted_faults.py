@@ -2,8 +2,8 @@
 
     .venv/bin/python tools/planted_faults.py [--jobs N] [MACRO ...]
 
-The rows are in tests/planted_faults.toml. A fault passes here only if its test was found, ran, and failed: a build error, an empty
-filter or a test that hangs counts against it. Exits with 1 if any fault went unnoticed.
+The rows are in tests/planted_faults.toml. A fault passes here only if its test was found, ran, and failed: a build error, an
+empty filter or a test that hangs counts against it. Exits with 1 if any fault went unnoticed.
 """
 
 import argparse
@@ -58,7 +58,9 @@ def read_table() -> list[Fault]:
 def sources_with(macro: str) -> list[str]:
     """Sources that see the macro, if no header and no test does; else nothing, which means: define it everywhere."""
     word = re.compile(rf"\b{macro}\b")
-    files = [p for folder in ("csrc", "tests/cpp") for p in (ROOT / folder).rglob("*") if p.suffix in {".h", ".cpp", ".cuh", ".cu"}]
+    files = [
+        p for folder in ("csrc", "tests/cpp") for p in (ROOT / folder).rglob("*") if p.suffix in {".h", ".cpp", ".cuh", ".cu"}
+    ]
     users = [p for p in files if word.search(p.read_text())]
     if not users:
         sys.exit(f"planted_faults.toml: {macro}: no source has it")
