@@ -31,7 +31,7 @@ struct RowCopyParams {
   std::int64_t rows_row_stride = 0;     // bytes, packed side
   std::int64_t first_offset = 0;        // bytes from a block's start to row 0 of the first copied layer
   std::int64_t layer_stride = 0;        // bytes from a layer's part of a block to the next
-  std::int64_t start_limit = 0;         // bytes: largest block_offset * 256 + row * row_bytes whose last layer still ends in the arena
+  std::int64_t start_limit = 0;         // bytes: the largest block_offset * 256 + row * row_bytes with every layer in the arena
   std::int32_t block_shift = 0;         // log2 of rows_per_block
 };
 
@@ -49,8 +49,8 @@ HETKV_HOST_DEVICE inline std::int64_t row_start(const RowCopyParams& params, std
 // Index of the first slot that row_start refuses, or -1. Thread-safe, allocates nothing; linear in the slots.
 std::int64_t find_bad_slot(const RowCopyParams& params) noexcept;
 
-// Copies items [begin, end) of the num_layers * num_rows items, layer-major. Every slot must be good. Two equal slots in a scatter
-// leave the bytes of either row, or a mix of both. Thread-safe over disjoint items with distinct slots; allocates nothing.
+// Copies items [begin, end) of the num_layers * num_rows items, layer-major. Every slot must be good. Two equal slots in a
+// scatter leave the bytes of either row, or a mix of both. Thread-safe over disjoint items with distinct slots; allocates nothing.
 void scatter_rows_cpu(const RowCopyParams& params, std::int64_t begin, std::int64_t end) noexcept;
 void gather_rows_cpu(const RowCopyParams& params, std::int64_t begin, std::int64_t end) noexcept;
 

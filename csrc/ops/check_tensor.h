@@ -50,8 +50,8 @@ inline void check_same_device(const TensorArgument& argument, const TensorArgume
 
 inline void check_dtype(const TensorArgument& argument, torch::headeronly::ScalarType dtype) {
   if (argument.tensor.scalar_type() == dtype) return;
-  refuse_argument(argument.op, std::string(argument.name) + ".dtype",
-                  torch::headeronly::toString(argument.tensor.scalar_type()), torch::headeronly::toString(dtype));
+  refuse_argument(argument.op, std::string(argument.name) + ".dtype", torch::headeronly::toString(argument.tensor.scalar_type()),
+                  torch::headeronly::toString(dtype));
 }
 
 inline void check_contiguous(const TensorArgument& argument) {

@@ -13,8 +13,8 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr std::uintptr_t kArenaAlignment = 16;          // bytes: the widest access of a kernel
-constexpr std::int64_t kBytesPerThread = 256 * 1024;    // about 30 us of copying; less is not worth another thread
+constexpr std::uintptr_t kArenaAlignment = 16;        // bytes: the widest access of a kernel
+constexpr std::int64_t kBytesPerThread = 256 * 1024;  // about 30 us of copying; less is not worth another thread
 
 struct BlockGeometry {
   std::int64_t rows_per_block, section_offset, layer_stride, layer_begin;
@@ -129,8 +129,8 @@ void copy_in_parallel(const RowCopyParams& params, const Copy& copy) {
 }  // namespace
 
 std::optional<RowCopyParams> scatter_rows_params(const Tensor& arena, const Tensor& rows, const Tensor& slots,
-                                                 std::int64_t rows_per_block, std::int64_t section_offset, std::int64_t layer_stride,
-                                                 std::int64_t layer_begin) {
+                                                 std::int64_t rows_per_block, std::int64_t section_offset,
+                                                 std::int64_t layer_stride, std::int64_t layer_begin) {
   constexpr const char* kOp = "scatter_rows";
   auto params = checked_params({kOp, "arena", arena}, {kOp, "rows", rows}, {kOp, "slots", slots},
                                {rows_per_block, section_offset, layer_stride, layer_begin}, false);
@@ -142,8 +142,8 @@ std::optional<RowCopyParams> scatter_rows_params(const Tensor& arena, const Tens
 }
 
 std::optional<RowCopyParams> gather_rows_params(const Tensor& out, const Tensor& arena, const Tensor& slots,
-                                                std::int64_t rows_per_block, std::int64_t section_offset, std::int64_t layer_stride,
-                                                std::int64_t layer_begin) {
+                                                std::int64_t rows_per_block, std::int64_t section_offset,
+                                                std::int64_t layer_stride, std::int64_t layer_begin) {
   constexpr const char* kOp = "gather_rows";
   auto params = checked_params({kOp, "arena", arena}, {kOp, "out", out}, {kOp, "slots", slots},
                                {rows_per_block, section_offset, layer_stride, layer_begin}, true);

@@ -1,5 +1,5 @@
-// One row per group of lanes: a warp, or the smallest power of two of lanes that covers the row. Four loads per lane are in flight
-// before the first store. The grid follows from shapes alone, so a captured launch serves any slots.
+// One row per group of lanes: a warp, or the smallest power of two of lanes that covers the row. Four loads per lane are in
+// flight before the first store. The grid follows from shapes alone, so a captured launch serves any slots.
 #include <cuda_runtime.h>
 
 #include <algorithm>
