@@ -51,7 +51,8 @@ class ObjectControl {
         [gen](ObjectWord w) {
           if (w.gen() != gen) return Transition::kWrongGeneration;
           if (w.state() != ObjectState::kFilling && w.state() != ObjectState::kBroken) return Transition::kWrongState;
-          return w.pins() == 1 && w.kids() == 0 ? Transition::kDone : Transition::kPinned;
+          if (w.kids() > 0) return Transition::kHasKids;
+          return w.pins() == 1 ? Transition::kDone : Transition::kPinned;
         },
         [](ObjectWord w) { return ObjectWord::make(ObjectState::kAbsent, 0, 0, 0, w.gen()); });
   }
@@ -66,8 +67,12 @@ class ObjectControl {
   }
   // One more pin on an object that the caller already has pinned: any state.
   Transition pin_again() {
-    return change([](ObjectWord w) { return w.pins() == ObjectWord::kMaxPins ? Transition::kFull : Transition::kDone; },
-                  [](ObjectWord w) { return w.add_pins(1); });
+    return change(
+        [](ObjectWord w) {
+          HETKV_CHECK(w.pins() > 0, "pin_again without a pin");
+          return w.pins() == ObjectWord::kMaxPins ? Transition::kFull : Transition::kDone;
+        },
+        [](ObjectWord w) { return w.add_pins(1); });
   }
   // pins-1. kReapBroken: the caller must now evict the broken object; kLastOfSealed: nobody pins it any more.
   Released unpin() {

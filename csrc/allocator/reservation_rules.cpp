@@ -82,12 +82,11 @@ ReserveOutcome ReservationRules::possible(const BlockCounts& need) const noexcep
     refused.cap = limits(kind).cap_bytes;
     return refused;
   }
-  // Name the kind that asks for most; its cap is what floors and the rest of the request leave of the arena.
-  std::size_t worst = index(pools_[plan.pool].kind);
-  for (std::size_t p = 0; p < num_pools_; ++p) {
-    const std::size_t k = index(pools_[p].kind);
-    if (slabs[k] > limits_[k].floor_slabs && slabs[k] > slabs[worst]) worst = k;
-  }
+  // Name the kind that asks for most above its floor; its cap is what floors and the rest of the request leave of the arena.
+  std::size_t worst = kNumKinds;
+  for (std::size_t k = 0; k < kNumKinds; ++k)
+    if (slabs[k] > limits_[k].floor_slabs && (worst == kNumKinds || slabs[k] > slabs[worst])) worst = k;
+  HETKV_CHECK(worst < kNumKinds, "floors alone exceed the arena");
   std::uint64_t others = 0;
   for (std::size_t k = 0; k < kNumKinds; ++k)
     if (k != worst) others += std::max<std::uint64_t>(limits_[k].floor_slabs, slabs[k]);

@@ -104,18 +104,22 @@ void SlabTable::put_back(PoolId pool, Place place) noexcept {
     const std::uint64_t before = bitmap_.at(place.slab, place.index / 64).fetch_and(~bit, std::memory_order_release);
     HETKV_CHECK((before & bit) != 0, "a block was given back twice");
   };
-#ifndef HETKV_PLANT_USED_FIRST
-  clear_bit();
-#endif
-  HETKV_TEST_POINT("put_back: between bit and count");
-  std::atomic<std::uint64_t>& word = words_[place.slab];
-  SlabWord seen{word.load(std::memory_order_relaxed)};
-  do {
-    HETKV_CHECK(seen.owner() == pool && seen.used() > 0, "a block was given back to a slab of another pool");
-  } while (!word.compare_exchange_weak(seen.bits, seen.add_used(-1).bits, std::memory_order_acq_rel, std::memory_order_relaxed));
+  SlabWord seen;
+  const auto lower_count = [&] {
+    std::atomic<std::uint64_t>& word = words_[place.slab];
+    seen.bits = word.load(std::memory_order_relaxed);
+    do {
+      HETKV_CHECK(seen.owner() == pool && seen.used() > 0, "a block was given back to a slab of another pool");
+    } while (!word.compare_exchange_weak(seen.bits, seen.add_used(-1).bits, std::memory_order_acq_rel, std::memory_order_relaxed));
+  };
 #ifdef HETKV_PLANT_USED_FIRST
-  HETKV_TEST_POINT("put_back: planted");
+  lower_count();
+  HETKV_TEST_POINT("put_back: between bit and count");
   clear_bit();
+#else
+  clear_bit();
+  HETKV_TEST_POINT("put_back: between bit and count");
+  lower_count();
 #endif
   if (seen.used() == pools_[pool].blocks_per_slab) lower_hint(pool, place.slab);
 }
