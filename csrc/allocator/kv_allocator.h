@@ -144,7 +144,6 @@ class KvAllocator {
 
   void hash_blocks(std::span<const std::int32_t> tokens, const NamespaceInstance& instance, const HashedPrefix* previous,
                    std::vector<Key128>& keys) const;
-  Found find_own(std::span<const Key128> keys, VersionId version, std::uint32_t space, std::uint32_t* depth) const;
   // Stages 1..: granularity to model version. `own_depth`: sealed depth of the running version. Fills the report's first numbers.
   void explain_identity(std::span<const Key128> keys, VersionId version, std::uint32_t space, std::uint32_t own_depth,
                         HitReport& report) const;
@@ -153,10 +152,19 @@ class KvAllocator {
   Refusal make_quota(std::uint64_t bytes, Namespace* space);
   bool make_room(PoolId pool, std::uint32_t blocks, bool after_sweep);
   bool reclaim_slab(PoolId to);
+  bool drain_slab(std::uint32_t slab);
   std::uint64_t bytes_of(const BlockCounts& counts) const;
-  BlockCounts admission_need(const Sequence& sequence, std::int64_t total_tokens, std::int64_t chunk, bool live_state) const;
-  // Block at (window, tail, snapshot) sets is aligned for every declared kernel family.
-  bool aligned(Block block) const;
+  // Blocks of a history or window group's table for the first `tokens` tokens.
+  std::int64_t table_blocks(const Group& group, std::int64_t tokens) const;
+  // What a sequence resumed at `resume` reserves at admission.
+  BlockCounts need_between(std::int64_t resume, std::int64_t total, std::int64_t chunk, bool live_state) const;
+
+  // Finds, pins and compares the prefix, then the point objects of the largest endpoint; fills report and chain.
+  std::uint32_t pin_recoverable(std::span<const std::int32_t> tokens, std::span<const Key128> keys, VersionId version,
+                                const NamespaceInstance& instance, Lease& lease, std::vector<NodeId>& chain, HitReport& report);
+  bool pin_points(std::uint32_t depth, std::span<const NodeId> chain, std::span<std::uint8_t> flags, Lease& lease);
+  Fingerprint aligned_layout() const;
+  Found object_at(std::span<const std::int32_t> tokens, const Namespace* space, std::int64_t position, GroupId group) const;
 
   std::uint64_t enter(std::uint32_t* slot);  // a ticket for a new sequence
   void leave(std::uint64_t ticket, std::uint32_t slot);
@@ -173,16 +181,16 @@ class KvAllocator {
   std::array<Block, kMaxPools> scratch_{};
   std::map<std::string, std::uint64_t> alignments_;
   mutable std::mutex alignments_mutex_;
-  std::atomic<std::uint64_t> alignment_{16};
   std::uint64_t pin_cap_bytes_;
   std::atomic<std::uint64_t> pinned_bytes_{0};
 
   static constexpr std::uint32_t kTickets = 1U << 16;
+  std::atomic<std::uint64_t> next_mark_{1};
   LazyArray<std::atomic<std::uint64_t>> tickets_;  // 0 = free
   std::atomic<std::uint64_t> next_ticket_{1};
   std::atomic<std::uint32_t> ticket_high_{0};
   std::atomic<std::uint64_t> oldest_{0};
-  Counters counters_;
+  mutable Counters counters_;
 };
 
 }  // namespace hetkv

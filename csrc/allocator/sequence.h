@@ -6,6 +6,7 @@
 // min(accepted, settled).
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <limits>
@@ -89,9 +90,9 @@ class Sequence {
   Refusal schedule(std::int64_t upto, StepStamp* stamp);
   // The step's bytes are written and its fence has passed. False: the stamp is of an old epoch and was dropped.
   bool settle(const StepStamp& stamp);
-  // Only tokens below are safe from rollback; default: all. Never lowers.
-  void hold_acceptance();              // from now on, accept() must be called
-  void accept(std::int64_t upto);
+  // From now on only accepted tokens count as safe from rollback; without it every settled token does.
+  void hold_acceptance();
+  void accept(std::int64_t upto);  // never lowers
   // A new epoch: results of steps scheduled before are dropped.
   void restart_from_settled();
 
@@ -146,11 +147,19 @@ class Sequence {
     bool complete() const { return needed_sets == committed_sets; }
   };
 
+  void fill_tables();                                               // from the pinned chain, at admission
+  void take_live_blocks();
+  void require_live() const;
+  void require_schedulable(std::int64_t upto) const;
+  // Below this no rollback and no unfinished step can reach.
+  std::int64_t safe_upto() const { return acceptance_held_ ? std::min(accepted_, settled_) : settled_; }
+  std::int64_t whole_blocks(std::int64_t tokens) const { return (tokens + block_size_ - 1) / block_size_ * block_size_; }
+  void advance_from(std::int64_t before);                           // after safe_upto() moved
   std::size_t table_blocks(const Group& group, std::int64_t tokens) const;
   BlockCounts growth(std::int64_t upto) const;                      // blocks to take that neither spares nor credits cover
-  void grow(std::int64_t upto) noexcept;                            // takes them
+  void grow(std::int64_t upto, Charge& extra);                      // takes them, own credits first
   StepStamp stamp_step(std::int64_t upto) noexcept;
-  Block take(PoolId pool);
+  Block take(Charge& charge, PoolId pool);
   void give_up(Block block);                                        // a private block goes back to the arena
   void slide();
   bool window_needs(const Group& group, std::size_t index) const;
@@ -159,10 +168,10 @@ class Sequence {
   void trim_rolling(std::uint32_t newest);
   void drop_pending(PendingPoint& point);
   bool publish_history(std::uint32_t depth, PublishOutcome* outcome);
-  bool publish_pending(PendingPoint& point, bool growing);
+  void publish_pending(PendingPoint& point, bool growing);
   void publish_due(bool turn_end);
   void extend_keys(std::uint32_t depth);
-  std::uint32_t point_set_mask(std::uint32_t depth) const;          // tail and snapshot sets that R asks for
+  std::uint32_t staged_sets(std::uint32_t depth) const;             // tail and snapshot sets that R asks for, as bits
 
   KvAllocator& allocator_;
   Namespace* space_;
@@ -182,6 +191,8 @@ class Sequence {
   std::vector<Key128> keys_;          // of whole blocks, as far as hashed
   std::vector<NodeId> chain_;         // node at depth i+1, for i < published_depth_
   std::int64_t scheduled_ = 0, settled_ = 0, accepted_ = 0;
+  std::int64_t covered_ = 0;          // blocks exist for all rows below
+  std::uint64_t step_mark_ = 0;       // of the batch that last planned it
   std::int64_t foreign_from_ = std::numeric_limits<std::int64_t>::max();
   std::uint32_t resume_depth_ = 0, published_depth_ = 0, last_point_depth_ = 0;
   std::int64_t held_bytes_ = 0;       // charged to the namespace by this sequence, not by objects

@@ -1,0 +1,598 @@
+#include "allocator/sequence.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "allocator/kv_allocator.h"
+#include "base/error.h"
+
+namespace hetkv {
+
+Sequence::Sequence(KvAllocator& allocator, Namespace* space, const NamespaceInstance* instance)
+    : allocator_(allocator), space_(space), instance_(instance), block_size_(allocator.layout().block_size()), lease_(allocator.store()) {
+  point_blocks_.fill(-1);
+  live_blocks_.fill(-1);
+}
+
+Sequence::~Sequence() { free(false); }
+
+void Sequence::fill_tables() {
+  const CacheLayout& layout = allocator_.layout();
+  const NodeStore& nodes = allocator_.store().nodes();
+  const auto history = layout.history_groups();
+  for (std::size_t slot = 0; slot < history.size(); ++slot) {
+    GroupBlocks& mine = groups_[history[slot]];
+    const std::size_t blocks = table_blocks(layout.group(history[slot]), num_computed_tokens());
+    mine.offsets.reserve(table_blocks(layout.group(history[slot]), static_cast<std::int64_t>(tokens_.capacity())) + 1);
+    for (const NodeId node : chain_) {
+      const std::uint32_t ref = nodes.history_ref(node, static_cast<std::uint32_t>(slot));
+      if (ref != kNoBlock) mine.offsets.push_back(static_cast<std::int32_t>(ref));
+    }
+    HETKV_CHECK(mine.offsets.size() == blocks, "a pinned chain lacks a history block");
+    mine.held.assign(blocks, Held::kShared);
+    mine.first_held = blocks;
+  }
+  for (const GroupId id : layout.point_groups()) {
+    if (layout.group(id).spec.retention != Retention::kWindow) continue;
+    GroupBlocks& mine = groups_[id];
+    mine.offsets.assign(resume_depth_, static_cast<std::int32_t>(allocator_.scratch(id)));
+    mine.held.assign(resume_depth_, Held::kNone);
+    mine.first_held = resume_depth_ - layout.window_nodes(id, resume_depth_);
+  }
+  for (const PointPin& pin : lease_.points()) {
+    const GroupId id = layout.point_groups()[pin.set];
+    const std::uint32_t ref = nodes.point_ref(pin.node, pin.set);
+    if (layout.group(id).spec.retention == Retention::kWindow) {
+      groups_[id].offsets[pin.depth - 1] = static_cast<std::int32_t>(ref);
+      groups_[id].held[pin.depth - 1] = Held::kShared;
+    } else {
+      point_blocks_[id] = ref;
+    }
+  }
+}
+
+void Sequence::take_live_blocks() {
+  const CacheLayout& layout = allocator_.layout();
+  for (const GroupId id : layout.point_groups()) {
+    if (layout.group(id).spec.retention == Retention::kWindow) continue;
+    live_blocks_[id] = take(charge_, layout.ring_pool(id).value_or(id)).offset;
+  }
+}
+
+// --- steps ---
+
+void Sequence::append(std::span<const std::int32_t> ids) { tokens_.insert(tokens_.end(), ids.begin(), ids.end()); }
+
+std::size_t Sequence::table_blocks(const Group& group, std::int64_t tokens) const {
+  return static_cast<std::size_t>(allocator_.table_blocks(group, tokens));
+}
+
+BlockCounts Sequence::growth(std::int64_t upto) const {
+  BlockCounts need{};
+  upto = whole_blocks(upto);
+  for (const Group& group : allocator_.layout().groups()) {
+    if (group.spec.retention != Retention::kHistory && group.spec.retention != Retention::kWindow) continue;
+    const GroupBlocks& mine = groups_[group.id];
+    const std::size_t wanted = table_blocks(group, upto);
+    const std::size_t have = mine.offsets.size() + mine.spare.size() + charge_.left(group.id);
+    if (wanted > have) need[group.id] = static_cast<std::uint32_t>(wanted - have);
+  }
+  return need;
+}
+
+Block Sequence::take(Charge& charge, PoolId pool) {
+  const Block block = charge.take(pool);
+  Arena& arena = allocator_.arena();
+  arena.set_owner(block, 0);
+  if (arena.must_clear(block)) {
+    uncleared_.push_back(block);
+    to_clear_.push_back(arena.range(block));
+  }
+  return block;
+}
+
+void Sequence::grow(std::int64_t upto, Charge& extra) {
+  upto = whole_blocks(upto);
+  for (const Group& group : allocator_.layout().groups()) {
+    if (group.spec.retention != Retention::kHistory && group.spec.retention != Retention::kWindow) continue;
+    GroupBlocks& mine = groups_[group.id];
+    const std::size_t wanted = table_blocks(group, upto);
+    while (mine.offsets.size() < wanted) {
+      Block block;
+      if (!mine.spare.empty()) {
+        block = mine.spare.back();
+        mine.spare.pop_back();
+      } else {
+        block = take(charge_.left(group.id) > 0 ? charge_ : extra, group.id);
+      }
+      mine.offsets.push_back(static_cast<std::int32_t>(block.offset));
+      mine.held.push_back(Held::kPrivate);
+    }
+  }
+  covered_ = std::max(covered_, upto);
+}
+
+StepStamp Sequence::stamp_step(std::int64_t upto) noexcept {
+  const StepStamp stamp{epoch_, allocator_.versions().current(), scheduled_, upto};
+  scheduled_ = upto;
+  return stamp;
+}
+
+void Sequence::require_live() const {
+  if (!live_) throw ArgumentError("sequence", "freed", "a live sequence");
+}
+
+void Sequence::require_schedulable(std::int64_t upto) const {
+  require_live();
+  if (upto < scheduled_ || upto > num_tokens()) {
+    throw ArgumentError("upto", std::to_string(upto),
+                        "a position in [" + std::to_string(scheduled_) + ", " + std::to_string(num_tokens()) + "] (scheduled .. known tokens)");
+  }
+}
+
+Refusal Sequence::schedule(std::int64_t upto, StepStamp* stamp) {
+  require_schedulable(upto);
+  // Most decode steps stay inside their blocks: nothing to take.
+  if (upto > covered_) {
+    const BlockCounts need = growth(upto);
+    if (const Refusal refusal = allocator_.reserve(need, ticket_, space_, charge_)) return refusal;
+    held_bytes_ += static_cast<std::int64_t>(allocator_.bytes_of(need));
+    grow(upto, charge_);
+  }
+  *stamp = stamp_step(upto);
+  return {};
+}
+
+bool Sequence::settle(const StepStamp& stamp) {
+  require_live();
+  if (stamp.epoch != epoch_) {
+    allocator_.counters_.add(Counters::kStaleSteps);
+    return false;
+  }
+  if (stamp.begin > settled_ || stamp.end > scheduled_) {
+    throw ArgumentError("stamp", "[" + std::to_string(stamp.begin) + ", " + std::to_string(stamp.end) + ")",
+                        "the next unsettled step of this sequence (settled " + std::to_string(settled_) + ", scheduled " +
+                            std::to_string(scheduled_) + ")");
+  }
+  if (stamp.version != version_ && stamp.begin < foreign_from_) {
+    foreign_from_ = stamp.begin;
+    allocator_.counters_.add(Counters::kForeignSteps);
+  }
+  const std::int64_t before = safe_upto();
+  settled_ = std::max(settled_, stamp.end);
+  advance_from(before);
+  return true;
+}
+
+void Sequence::hold_acceptance() {
+  if (acceptance_held_) return;
+  acceptance_held_ = true;
+  accepted_ = settled_;
+}
+
+void Sequence::accept(std::int64_t upto) {
+  require_live();
+  if (upto > num_tokens()) throw ArgumentError("upto", std::to_string(upto), "at most the " + std::to_string(num_tokens()) + " known tokens");
+  const std::int64_t before = safe_upto();
+  accepted_ = std::max(accepted_, upto);
+  advance_from(before);
+}
+
+void Sequence::advance_from(std::int64_t before) {
+  const std::int64_t now = safe_upto();
+  if (now / block_size_ == before / block_size_) return;
+  note_boundaries(before, now);
+  slide();
+}
+
+void Sequence::restart_from_settled() {
+  require_live();
+  ++epoch_;
+  scheduled_ = settled_;
+}
+
+// --- windows ---
+
+bool Sequence::window_needs(const Group& group, std::size_t index) const {
+  const auto end = static_cast<std::int64_t>(index + 1) * block_size_;
+  const std::int64_t rows = std::int64_t{group.spec.window} - 1;
+  if (end > safe_upto() - rows) return true;
+  for (const PendingPoint& point : pending_) {
+    const std::int64_t p = std::int64_t{point.depth} * block_size_;
+    if (end <= p && end > p - rows) return true;
+  }
+  return false;
+}
+
+// Drops window blocks that neither the next query nor a checkpoint still to be published can read.
+void Sequence::slide() {
+  for (const GroupId id : allocator_.layout().point_groups()) {
+    const Group& group = allocator_.layout().group(id);
+    if (group.spec.retention != Retention::kWindow) continue;
+    GroupBlocks& mine = groups_[id];
+    const auto set = static_cast<std::uint32_t>(group.point_slot);
+    const auto scratch = static_cast<std::int32_t>(allocator_.scratch(id));
+    bool leading = true;
+    for (std::size_t i = mine.first_held; i < mine.offsets.size(); ++i) {
+      if (mine.held[i] != Held::kNone && !window_needs(group, i)) {
+        if (mine.held[i] == Held::kPrivate) {
+          mine.spare.push_back(Block{static_cast<std::uint32_t>(mine.offsets[i]), id});
+        } else {
+          lease_.drop_point(set, static_cast<std::uint32_t>(i + 1));
+        }
+        mine.offsets[i] = scratch;
+        mine.held[i] = Held::kNone;
+      }
+      if (mine.held[i] != Held::kNone) leading = false;
+      if (leading) mine.first_held = i + 1;
+      if (static_cast<std::int64_t>(i + 1) * block_size_ > safe_upto()) break;
+    }
+    // What the steady state cannot use again goes back.
+    const std::size_t steady = (group.spec.window - 1) / block_size_ + 2;
+    while (mine.spare.size() > steady) {
+      give_up(mine.spare.back());
+      mine.spare.pop_back();
+    }
+  }
+}
+
+void Sequence::give_up(Block block) {
+  allocator_.arena().drop(block);
+  const auto bytes = static_cast<std::int64_t>(allocator_.layout().pools()[block.pool].block_bytes);
+  held_bytes_ -= bytes;
+  space_->used_bytes.fetch_sub(bytes, std::memory_order_relaxed);
+}
+
+// --- checkpoints ---
+
+std::uint32_t Sequence::staged_sets(std::uint32_t depth) const {
+  std::uint32_t mask = 0;
+  for (const GroupId id : allocator_.layout().point_groups()) {
+    const Group& group = allocator_.layout().group(id);
+    if (group.spec.retention != Retention::kWindow && allocator_.layout().point_needed(id, depth)) mask |= 1U << group.point_slot;
+  }
+  return mask;
+}
+
+bool Sequence::wants_point(std::int64_t position) const {
+  if (!live_ || position <= 0 || position % block_size_ != 0 || allocator_.layout().point_groups().empty()) return false;
+  const auto depth = static_cast<std::uint32_t>(position / block_size_);
+  return depth > resume_depth_ && plan_.want(depth) != RetentionPlan::Want::kNo;
+}
+
+Sequence::PendingPoint* Sequence::find_pending(std::uint32_t depth) {
+  for (PendingPoint& point : pending_) {
+    if (point.depth == depth) return &point;
+  }
+  return nullptr;
+}
+
+// Boundaries that were just passed and need no staged state: their windows are checkpoints by themselves.
+void Sequence::note_boundaries(std::int64_t from, std::int64_t to) {
+  if (allocator_.layout().point_groups().empty()) return;
+  const auto last = static_cast<std::uint32_t>(to / block_size_);
+  for (auto depth = static_cast<std::uint32_t>(from / block_size_) + 1; depth <= last; ++depth) {
+    const RetentionPlan::Want want = plan_.want(depth);
+    if (want == RetentionPlan::Want::kNo || depth <= resume_depth_ || find_pending(depth) != nullptr || staged_sets(depth) != 0) continue;
+    PendingPoint point;
+    point.depth = depth;
+    point.want = want;
+    point.blocks.fill(kNoBlock);
+    pending_.push_back(point);
+    if (want == RetentionPlan::Want::kRolling) trim_rolling(depth);
+  }
+}
+
+void Sequence::trim_rolling(std::uint32_t newest) {
+  const std::uint32_t low = plan_.turn_end_low(newest);
+  for (std::size_t i = 0; i < pending_.size();) {
+    PendingPoint& point = pending_[i];
+    if (point.want == RetentionPlan::Want::kRolling && point.depth != newest && point.depth != low) {
+      drop_pending(point);
+      pending_.erase(pending_.begin() + static_cast<std::ptrdiff_t>(i));
+    } else {
+      ++i;
+    }
+  }
+}
+
+void Sequence::drop_pending(PendingPoint& point) {
+  for (std::uint32_t set = 0; set < kMaxPointSets; ++set) {
+    if (point.blocks[set] == kNoBlock) continue;
+    give_up(Block{point.blocks[set], allocator_.layout().point_groups()[set]});
+    point.blocks[set] = kNoBlock;
+  }
+}
+
+std::vector<StagedBlock> Sequence::stage_point(std::int64_t position) {
+  require_live();
+  if (position % block_size_ != 0 || position <= num_computed_tokens() || position > num_tokens()) {
+    throw ArgumentError("position", std::to_string(position),
+                        "a multiple of block_size " + std::to_string(block_size_) + " in (" + std::to_string(num_computed_tokens()) + ", " +
+                            std::to_string(num_tokens()) + "]");
+  }
+  const auto depth = static_cast<std::uint32_t>(position / block_size_);
+  const auto groups = allocator_.layout().point_groups();
+  PendingPoint* point = find_pending(depth);
+  if (point == nullptr) {
+    const RetentionPlan::Want want = plan_.want(depth);
+    const std::uint32_t needed = staged_sets(depth);
+    if (want == RetentionPlan::Want::kNo || needed == 0) return {};
+    if (want == RetentionPlan::Want::kRolling) trim_rolling(depth);  // its blocks serve again
+    BlockCounts need{};
+    for (std::uint32_t set = 0; set < groups.size(); ++set) need[groups[set]] = needed >> set & 1;
+    if (allocator_.reserve(need, ticket_, space_, charge_)) return {};
+    held_bytes_ += static_cast<std::int64_t>(allocator_.bytes_of(need));
+    PendingPoint fresh;
+    fresh.depth = depth;
+    fresh.want = want;
+    fresh.needed_sets = needed;
+    fresh.blocks.fill(kNoBlock);
+    for (std::uint32_t set = 0; set < groups.size(); ++set) {
+      if ((needed >> set & 1) != 0) fresh.blocks[set] = take(charge_, groups[set]).offset;
+    }
+    pending_.push_back(fresh);
+    point = &pending_.back();
+  }
+  std::vector<StagedBlock> blocks;
+  for (std::uint32_t set = 0; set < groups.size(); ++set) {
+    if (point->blocks[set] != kNoBlock) blocks.push_back({groups[set], point->blocks[set]});
+  }
+  return blocks;
+}
+
+void Sequence::commit_point(std::int64_t position, GroupId group, std::int64_t state_position) {
+  require_live();
+  const CacheLayout& layout = allocator_.layout();
+  if (group >= layout.groups().size()) throw ArgumentError("group", std::to_string(group), "a group of the layout");
+  const Group& g = layout.group(group);
+  require_route(g.spec.kind, Operation::kPublishPoint);
+  if (state_position != position) throw PositionError(g.spec.name, position, state_position);
+  PendingPoint* point = position % block_size_ == 0 ? find_pending(static_cast<std::uint32_t>(position / block_size_)) : nullptr;
+  const std::uint32_t bit = g.point_slot >= 0 ? 1U << g.point_slot : 0;
+  if (point == nullptr || (point->needed_sets & bit) == 0) {
+    throw ArgumentError("position", std::to_string(position), "a position staged by stage_point for group '" + g.spec.name + "'");
+  }
+  point->committed_sets |= bit;
+}
+
+// --- publication ---
+
+void Sequence::extend_keys(std::uint32_t depth) {
+  if (keys_.size() >= depth) return;
+  const std::size_t have = keys_.size();
+  const Key128 parent = have == 0 ? instance_->root : keys_.back();
+  keys_.resize(depth);
+  allocator_.hasher_.chain(parent, tokens_.data() + have * block_size_, block_size_, std::span(keys_).subspan(have));
+}
+
+bool Sequence::publish_history(std::uint32_t depth, PublishOutcome* outcome) {
+  const CacheLayout& layout = allocator_.layout();
+  ObjectStore& store = allocator_.store();
+  std::array<std::uint32_t, kMaxGroups> refs;
+  std::array<std::size_t, kMaxGroups> index{};
+  refs.fill(kNoBlock);
+  const auto history = layout.history_groups();
+  for (std::size_t slot = 0; slot < history.size(); ++slot) {
+    if (!layout.history_block_at(history[slot], depth)) continue;
+    index[slot] = table_blocks(layout.group(history[slot]), std::int64_t{depth} * block_size_) - 1;
+    refs[slot] = static_cast<std::uint32_t>(groups_[history[slot]].offsets[index[slot]]);
+  }
+  NodeContent content;
+  content.key = keys_[depth - 1];
+  content.version = version_;
+  content.space = instance_->id;
+  content.parent = lease_.deepest();
+  content.depth = depth;
+  content.tokens = tokens_.data() + std::size_t{depth - 1} * block_size_;
+  content.history_refs = std::span(refs.data(), history.size());
+  NodeId node = 0;
+  PublishStatus status = store.publish_node(content, &node);
+  if (status == PublishStatus::kNoNode && store.evict_coldest_history(false)) status = store.publish_node(content, &node);
+  switch (status) {
+    case PublishStatus::kPublished:
+      for (std::size_t slot = 0; slot < history.size(); ++slot) {
+        if (refs[slot] == kNoBlock) continue;
+        groups_[history[slot]].held[index[slot]] = Held::kShared;
+        held_bytes_ -= static_cast<std::int64_t>(layout.group(history[slot]).block_bytes);
+      }
+      break;
+    case PublishStatus::kFoundEqual: break;  // our blocks stay private: tables are append-only
+    case PublishStatus::kBusy: *outcome = PublishOutcome::kBusy; return false;
+    case PublishStatus::kNoNode: *outcome = PublishOutcome::kNoNode; return false;
+    case PublishStatus::kCollision:
+    case PublishStatus::kParentBroken:
+      publishable_ = false;
+      *outcome = PublishOutcome::kUnpublishable;
+      return false;
+  }
+  lease_.move_to(node);
+  chain_.push_back(node);
+  published_depth_ = depth;
+  return true;
+}
+
+// Publishes one checkpoint, or gives it up. `growing`: the sequence goes on, so that a window block that moves to the index must be
+// replaced first: a checkpoint never costs a running sequence its next step.
+void Sequence::publish_pending(PendingPoint& point, bool growing) {
+  const CacheLayout& layout = allocator_.layout();
+  ObjectStore& store = allocator_.store();
+  const auto groups = layout.point_groups();
+  bool complete = point.complete();
+  BlockCounts moved{};
+  for (std::uint32_t set = 0; set < groups.size() && complete; ++set) {
+    if (layout.group(groups[set]).spec.retention != Retention::kWindow) continue;
+    const std::uint32_t span = layout.window_nodes(groups[set], point.depth);
+    for (std::uint32_t j = point.depth; j > point.depth - span; --j) {
+      if (store.point_ok(chain_[j - 1], set)) continue;
+      if (groups_[groups[set]].held[j - 1] != Held::kPrivate) complete = false;
+      ++moved[groups[set]];
+    }
+  }
+  if (complete && growing) {
+    complete = !allocator_.reserve(moved, ticket_, space_, charge_);
+    if (complete) held_bytes_ += static_cast<std::int64_t>(allocator_.bytes_of(moved));
+  }
+  if (!complete) {
+    drop_pending(point);
+    return;
+  }
+  const std::uint32_t gap = (point.depth - std::min(point.depth, last_point_depth_)) * block_size_;
+  const bool probation = point.want == RetentionPlan::Want::kProbation;
+  for (std::uint32_t set = 0; set < groups.size(); ++set) {
+    const Group& group = layout.group(groups[set]);
+    if (group.spec.retention == Retention::kWindow) {
+      GroupBlocks& mine = groups_[groups[set]];
+      const std::uint32_t span = layout.window_nodes(groups[set], point.depth);
+      for (std::uint32_t j = point.depth; j > point.depth - span; --j) {
+        if (mine.held[j - 1] != Held::kPrivate) continue;
+        if (!store.publish_point(chain_[j - 1], set, static_cast<std::uint32_t>(mine.offsets[j - 1]), gap, probation)) continue;
+        mine.held[j - 1] = Held::kShared;
+        held_bytes_ -= static_cast<std::int64_t>(group.block_bytes);
+        lease_.add_point({chain_[j - 1], set, j});
+      }
+    } else if (point.blocks[set] != kNoBlock) {
+      if (store.publish_point(chain_[point.depth - 1], set, point.blocks[set], gap, probation)) {
+        held_bytes_ -= static_cast<std::int64_t>(group.block_bytes);
+        point.blocks[set] = kNoBlock;
+        store.unpin_point(chain_[point.depth - 1], set);
+      }
+    }
+  }
+  drop_pending(point);  // what another had published already
+  last_point_depth_ = std::max(last_point_depth_, point.depth);
+}
+
+void Sequence::publish_due(bool turn_end) {
+  std::sort(pending_.begin(), pending_.end(), [](const PendingPoint& a, const PendingPoint& b) { return a.depth < b.depth; });
+  for (std::size_t i = 0; i < pending_.size();) {
+    const bool due = pending_[i].want != RetentionPlan::Want::kRolling || turn_end;
+    if (!due || pending_[i].depth > published_depth_) {
+      ++i;
+      continue;
+    }
+    publish_pending(pending_[i], !turn_end);
+    pending_.erase(pending_.begin() + static_cast<std::ptrdiff_t>(i));
+  }
+}
+
+PublishResult Sequence::publish(std::int64_t upto) {
+  require_live();
+  if (!to_clear_.empty()) throw NotClearedError(to_clear_.size());
+  PublishResult result;
+  if (space_->instance.load(std::memory_order_acquire) != instance_) publishable_ = false;  // cleared under us
+  if (!publishable_) {
+    result.outcome = PublishOutcome::kUnpublishable;
+  } else {
+    const std::int64_t safe = std::min({upto, safe_upto(), foreign_from_});
+    const auto last = static_cast<std::uint32_t>(std::max<std::int64_t>(safe, 0) / block_size_);
+    if (upto > foreign_from_) result.outcome = PublishOutcome::kForeignVersion;
+    if (last > published_depth_) {
+      extend_keys(last);
+      while (published_depth_ < last && publish_history(published_depth_ + 1, &result.outcome)) {
+      }
+    }
+    if (!pending_.empty()) {
+      publish_due(false);
+      slide();
+    }
+  }
+  result.published_tokens = published_tokens();
+  return result;
+}
+
+void Sequence::confirm_cleared() {
+  for (const Block block : uncleared_) allocator_.arena().confirm_cleared(block);
+  uncleared_.clear();
+  to_clear_.clear();
+}
+
+void Sequence::free(bool turn_end) {
+  if (!live_) return;
+  if (turn_end && to_clear_.empty()) {
+    publish(safe_upto());
+    if (publishable_) publish_due(true);
+  }
+  live_ = false;
+  for (PendingPoint& point : pending_) drop_pending(point);
+  pending_.clear();
+  for (const Group& group : allocator_.layout().groups()) {
+    GroupBlocks& mine = groups_[group.id];
+    for (std::size_t i = mine.first_held; i < mine.offsets.size(); ++i) {
+      if (mine.held[i] == Held::kPrivate) give_up(Block{static_cast<std::uint32_t>(mine.offsets[i]), group.id});
+    }
+    for (const Block block : mine.spare) give_up(block);
+    mine = GroupBlocks{};
+    if (live_blocks_[group.id] >= 0) {
+      const PoolId pool = allocator_.layout().ring_pool(group.id).value_or(group.id);
+      give_up(Block{static_cast<std::uint32_t>(live_blocks_[group.id]), pool});
+    }
+  }
+  point_blocks_.fill(-1);
+  live_blocks_.fill(-1);
+  lease_.release();
+  charge_.release();
+  space_->used_bytes.fetch_sub(held_bytes_, std::memory_order_relaxed);  // the credits
+  held_bytes_ = 0;
+  allocator_.leave(ticket_, ticket_slot_);
+}
+
+// --- addresses ---
+
+void Sequence::slot_mapping(GroupId id, std::int64_t begin, std::int64_t end, std::int64_t* out) const {
+  const Group& group = allocator_.layout().group(id);
+  const auto& table = groups_[id].offsets;
+  const auto rows = std::int64_t{group.entries_per_block};
+  if (begin < 0 || begin > end || end > static_cast<std::int64_t>(table.size()) * rows) {
+    throw ArgumentError("range", "[" + std::to_string(begin) + ", " + std::to_string(end) + ")",
+                        "rows of group '" + group.spec.name + "' that have blocks: [0, " +
+                            std::to_string(static_cast<std::int64_t>(table.size()) * rows) + ")");
+  }
+  const int shift = std::countr_zero(group.entries_per_block);
+  for (std::int64_t row = begin; row < end; ++row) {
+    out[row - begin] = (std::int64_t{table[static_cast<std::size_t>(row >> shift)]} << shift) | (row & (rows - 1));
+  }
+}
+
+void Sequence::token_slots(GroupId id, std::int64_t begin, std::int64_t end, std::int64_t* out) const {
+  const CacheLayout& layout = allocator_.layout();
+  const Group& group = layout.group(id);
+  const auto& table = groups_[id].offsets;
+  switch (group.spec.retention) {
+    case Retention::kHistory: {
+      const auto m = std::int64_t{group.spec.compress_ratio};
+      const int shift = std::countr_zero(group.entries_per_block);
+      const std::int64_t scratch = std::int64_t{allocator_.scratch(id)} << shift;
+      for (std::int64_t t = begin; t < end; ++t) {
+        const std::int64_t row = (t + 1) / m - 1;  // the entry that token t closes, if it does
+        out[t - begin] = (t + 1) % m != 0 ? scratch
+                                          : (std::int64_t{table[static_cast<std::size_t>(row >> shift)]} << shift) |
+                                                (row & (std::int64_t{group.entries_per_block} - 1));
+      }
+      return;
+    }
+    case Retention::kWindow: slot_mapping(id, begin, end, out); return;
+    case Retention::kTail: {
+      const auto rows = std::int64_t{group.ring_entries};
+      const bool live = live_blocks_[id] >= 0;
+      const std::int64_t base = (live ? live_blocks_[id] : std::int64_t{allocator_.scratch(*layout.ring_pool(id))}) * rows;
+      for (std::int64_t t = begin; t < end; ++t) out[t - begin] = live ? base + t % rows : base;
+      return;
+    }
+    case Retention::kSnapshot:
+      std::fill(out, out + (end - begin), live_blocks_[id] >= 0 ? live_blocks_[id] : std::int64_t{allocator_.scratch(id)});
+      return;
+  }
+}
+
+std::shared_ptr<const HashedPrefix> Sequence::hashed_prefix() {
+  const auto depth = static_cast<std::uint32_t>(num_tokens() / block_size_);
+  extend_keys(depth);
+  auto prefix = std::make_shared<HashedPrefix>();
+  prefix->space = instance_->id;
+  prefix->tokens.assign(tokens_.begin(), tokens_.begin() + static_cast<std::ptrdiff_t>(std::size_t{depth} * block_size_));
+  prefix->keys = keys_;
+  return prefix;
+}
+
+}  // namespace hetkv
