@@ -2,6 +2,7 @@
 
 #include <pybind11/native_enum.h>
 #include <pybind11/stl.h>
+#include <pybind11/typing.h>
 
 #include <cstdint>
 #include <string>
@@ -226,7 +227,7 @@ void bind_layout(py::module_& m) {
   m.def("dtype_from_name", &dtype_from_name, "name"_a, "The DType that torch spells so; ArgumentError if unknown.");
   m.def(
       "refuse_layout",
-      [](std::string group, std::string field, const std::string& why) {
+      [](std::string group, std::string field, const std::string& why) -> py::typing::NoReturn {
         throw LayoutError(std::move(group), std::move(field), why);
       },
       "group"_a, "field"_a, "why"_a, "Raises LayoutError, for Python code that builds layouts.");
