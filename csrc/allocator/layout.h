@@ -112,8 +112,8 @@ class CacheLayout {
   const Group& group(GroupId id) const { return groups_[id]; }
   const Group* find_group(std::string_view name) const;  // nullptr if absent
   std::span<const PoolSpec> pools() const { return pools_; }
-  std::optional<PoolId> ring_pool(GroupId group) const;  // of a tail group
-  std::span<const GroupId> history_groups() const { return history_; }
+  std::optional<PoolId> ring_pool(GroupId group) const;                 // of a tail group
+  std::span<const GroupId> history_groups() const { return history_; }  // required ones only: an optional group never cuts a hit
   std::span<const GroupId> point_groups() const { return points_; }  // windows, then tails, then snapshots: order of the checks
 
   // R(p): exact rows that `group` needs to resume at token p (the next token computed is p). p = 0 needs nothing.
