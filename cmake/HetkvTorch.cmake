@@ -28,7 +28,8 @@ if(torch_folder AND EXISTS "${torch_folder}/version.py")
   endif()
 endif()
 if(torch_version STREQUAL "none" OR torch_version VERSION_LESS 2.10)
-  message(FATAL_ERROR "hetkv needs torch >= 2.10 in ${Python_EXECUTABLE} (found: ${torch_version}): "
+  # Indented, so that CMake keeps it on one line.
+  message(FATAL_ERROR "  hetkv needs torch >= 2.10 in ${Python_EXECUTABLE} (found: ${torch_version}): "
                       "install torch there, then build with `pip install --no-build-isolation .`")
 endif()
 message(STATUS "hetkv: torch ${torch_version} in ${torch_folder}")
