@@ -69,7 +69,7 @@ class ObjectControl {
   Transition pin_again() {
     return change(
         [](ObjectWord w) {
-          HETKV_CHECK(w.pins() > 0, "pin_again without a pin");
+          HETKV_CHECK(w.pins() > 0 || w.kids() > 0, "pin_again without a pin on the object or below it");
           return w.pins() == ObjectWord::kMaxPins ? Transition::kFull : Transition::kDone;
         },
         [](ObjectWord w) { return w.add_pins(1); });

@@ -592,17 +592,26 @@ TEST_P(StoppedInside, OthersProgress) {
     }
   });
   ASSERT_TRUE(stopped.stopped()) << "the operation never came to this point";
-  std::mt19937 random(3);
-  int successes = 0;
+  // Three slabs' worth in turn for pool 0 and for pool 1: with what the victim may hold, each turn must steal from the other pool.
+  const auto owner_changes = [&] {
+    std::uint64_t sum = 0;
+    for (std::uint32_t s = 0; s < w.rules.slabs(); ++s) sum += w.slabs.word(s).gen();
+    return sum;
+  };
+  const std::uint64_t changes = owner_changes();
   for (int i = 0; i < 1000; ++i) {
-    const auto p = static_cast<PoolId>(random() % 3);
+    const auto p = static_cast<PoolId>(i % 2);
+    const std::uint32_t count = p == 0 ? 6 : 3;
     BlockCounts need{};
-    need[p] = 1;
+    need[p] = count;
     ASSERT_EQ(w.reservation.reserve(need, kNone).status, Status::kReserved) << "round " << i;
-    w.free_block(p, w.take(p));
-    ++successes;
+    std::vector<SlabTable::Place> places;
+    for (std::uint32_t k = 0; k < count; ++k) places.push_back(w.take(p));
+    for (const SlabTable::Place place : places) w.free_block(p, place);
+    ASSERT_EQ(w.reserve({0, 0, 1}), Status::kReserved);
+    w.free_block(2, w.take(2));
   }
-  EXPECT_EQ(successes, 1000);
+  EXPECT_GT(owner_changes(), changes + 1000) << "slabs were stolen all the time";
   stopped.finish();
   EXPECT_EQ(outcome, Status::kReserved);
   w.check();
