@@ -95,6 +95,8 @@ void VectorReservation::write(std::uint32_t slot, const View& view, Moves moves,
   for (std::size_t p = 0; p < pools; ++p) number(slot, p).store(view.reserved[p], std::memory_order_release);
   for (std::size_t p = 0; p < pools; ++p) number(slot, pools + p).store(view.owned[p], std::memory_order_release);
   number(slot, free_index()).store(view.free_slabs, std::memory_order_release);
+  std::atomic<std::uint32_t>& most = busy_[slot].most_moves;
+  if (most.load(std::memory_order_relaxed) < count) most.store(count, std::memory_order_relaxed);
   number(slot, moves_index()).store((std::uint64_t{static_cast<std::uint32_t>(moves)} << 32) | count, std::memory_order_release);
 }
 
@@ -129,9 +131,6 @@ bool VectorReservation::commit(View& view, const BlockCounts& need, const SlabPl
       free_slot(slot);
       return false;
     }
-    std::uint32_t most = most_moves_.load(std::memory_order_relaxed);
-    while (most < count && !most_moves_.compare_exchange_weak(most, count, std::memory_order_relaxed)) {
-    }
     view.free_slabs -= plan.grants;
   }
   for (std::size_t p = 0; p < rules_.num_pools(); ++p) {
@@ -154,9 +153,6 @@ bool VectorReservation::steal(View& view, SlabPlan& plan) noexcept {
   if (count < plan.missing) {
     free_slot(slot);
     return false;
-  }
-  std::uint32_t most = most_moves_.load(std::memory_order_relaxed);
-  while (most < count && !most_moves_.compare_exchange_weak(most, count, std::memory_order_relaxed)) {
   }
   write(slot, view, Moves::kRetire, count);
   if (swing(view, slot)) HETKV_TEST_POINT("reserve: stealing");
@@ -185,8 +181,10 @@ ReservationNumbers VectorReservation::numbers() {
 }
 
 std::uint64_t VectorReservation::metadata_bytes() const noexcept {
-  const std::uint64_t slot = stride_ * sizeof(std::uint64_t) + sizeof(Busy) + most_moves_.load(std::memory_order_relaxed) * sizeof(std::uint64_t);
-  return sizeof(*this) + kSlots * slot;
+  std::uint64_t bytes = sizeof(*this) + kSlots * (stride_ * sizeof(std::uint64_t) + sizeof(Busy));
+  for (std::uint32_t slot = 0; slot < kSlots; ++slot)
+    bytes += busy_[slot].most_moves.load(std::memory_order_relaxed) * sizeof(std::uint64_t);
+  return bytes;
 }
 
 }  // namespace hetkv

@@ -79,6 +79,7 @@ class VectorReservation final : public Reservation {
   };
   struct alignas(64) Busy {
     std::atomic<std::uint32_t> flag{0};
+    std::atomic<std::uint32_t> most_moves{0};  // longest list so far, for metadata_bytes; written by who has the slot
   };
 
   // A consistent view whose slab moves are all carried out, and counted.
@@ -106,7 +107,6 @@ class VectorReservation final : public Reservation {
   LazyArray<std::atomic<std::uint64_t>> moves_;
   std::unique_ptr<Busy[]> busy_;
   alignas(64) std::atomic<std::uint64_t> head_{0};
-  alignas(64) std::atomic<std::uint32_t> most_moves_{0};
 };
 
 }  // namespace hetkv
