@@ -236,6 +236,8 @@ std::uint32_t KvAllocator::pin_recoverable(std::span<const std::int32_t> tokens,
         [&](std::uint32_t d) { return store_.nodes().header(chain[d - 1]).ever_published.load(std::memory_order_relaxed); });
     if (!pin_points(end, chain, flags, lease)) continue;  // each failure clears a flag, so this ends
     report = attempt;
+    report.canonical = end == 0 || store_.node_canonical(chain[end - 1]);
+    for (const PointPin& pin : lease.points()) report.canonical = report.canonical && store_.point_canonical(pin.node, pin.set);
     if (end < depth) {
       if (end > 0) store_.pin_node_again(chain[end - 1]);
       // Not move_to(): the points pinned just now lie on the kept part of the chain.
@@ -332,6 +334,7 @@ AdmitResult KvAllocator::admit(std::span<const std::int32_t> tokens, Namespace* 
   s.report_ = result.report;
   s.resume_depth_ = s.published_depth_ = s.last_point_depth_ = depth;
   s.chain_.resize(depth);
+  s.canonical_depth_ = result.report.canonical ? depth : 0;
   s.scheduled_ = s.settled_ = s.accepted_ = s.covered_ = resume;
   s.plan_ = RetentionPlan(retention_, layout_, prompt, depth, known_depth);
   s.fill_tables();

@@ -134,6 +134,7 @@ PublishStatus ObjectStore::publish_node(const NodeContent& content, NodeId* node
   ObjectControl control = store_.history(id);
   std::uint32_t gen = 0;
   HETKV_CHECK(control.begin_fill(&gen) == Transition::kDone, "a free node record is not absent");
+  if (content.canonical) control.set_flags(kCanonicalFlag, 0);
   NodeHeader& h = store_.header(id);
   h.key_high.store(content.key.high, std::memory_order_relaxed);
   h.key_low.store(content.key.low, std::memory_order_relaxed);
@@ -216,16 +217,17 @@ PublishStatus ObjectStore::publish_node(const NodeContent& content, NodeId* node
   return PublishStatus::kPublished;
 }
 
-bool ObjectStore::publish_point(NodeId node, std::uint32_t set, std::uint32_t block, std::uint32_t gap_tokens, bool probation) {
+bool ObjectStore::publish_point(NodeId node, std::uint32_t set, std::uint32_t block, const PointContent& content) {
   ObjectControl control = store_.point(node, set);
   std::uint32_t gen = 0;
   if (control.begin_fill(&gen) != Transition::kDone) return false;  // another's is there, or is going
+  if (content.canonical) control.set_flags(kCanonicalFlag, 0);
   NodeHeader& h = store_.header(node);
   store_.point_ref(node, set) = block;
   store_.point_use(node, set).store(inflation_[set].load(std::memory_order_relaxed), std::memory_order_relaxed);
-  if (h.gap.load(std::memory_order_relaxed) < gap_tokens) h.gap.store(gap_tokens, std::memory_order_relaxed);
+  if (h.gap.load(std::memory_order_relaxed) < content.gap_tokens) h.gap.store(content.gap_tokens, std::memory_order_relaxed);
   const auto bit = static_cast<std::uint8_t>(1U << set);
-  if (probation) {
+  if (content.probation) {
     h.probation.fetch_or(bit, std::memory_order_relaxed);
   } else {
     h.probation.fetch_and(static_cast<std::uint8_t>(~bit), std::memory_order_relaxed);

@@ -50,7 +50,17 @@ struct NodeContent {
   std::uint32_t depth = 0;  // in blocks, >= 1
   const std::int32_t* tokens = nullptr;            // block_size of them
   std::span<const std::uint32_t> history_refs;     // one per required history group, kNoBlock where the layout stores none
+  bool canonical = false;   // every row of it and of its ancestors was computed in whole-block chunks
 };
+
+struct PointContent {
+  std::uint32_t gap_tokens = 0;  // to the next shallower checkpoint
+  bool probation = false;
+  bool canonical = false;
+};
+
+// Flags of an object word.
+inline constexpr std::uint32_t kCanonicalFlag = 1;
 
 // A lost object that is still remembered by name: broken, not evicted.
 struct BrokenRecord {
@@ -80,6 +90,9 @@ class ObjectStore {
   bool pin_point(NodeId node, std::uint32_t set);
   void unpin_point(NodeId node, std::uint32_t set);
   bool node_ok(NodeId node) const { return store_.history(node).load().state() == ObjectState::kSealed; }
+  // Of an object that the caller has pinned.
+  bool node_canonical(NodeId node) const { return (store_.history(node).load().flags() & kCanonicalFlag) != 0; }
+  bool point_canonical(NodeId node, std::uint32_t set) const { return (store_.point(node, set).load().flags() & kCanonicalFlag) != 0; }
   bool point_ok(NodeId node, std::uint32_t set) const { return store_.point(node, set).load().state() == ObjectState::kSealed; }
 
   // Under a pin on the node at depth keys.size(): every ancestor's node id, flags and references, and a comparison of tokens
@@ -93,7 +106,7 @@ class ObjectStore {
   // On kPublished and kFoundEqual `node` is pinned for the caller. The content's blocks move their hold on kPublished only.
   PublishStatus publish_node(const NodeContent& content, NodeId* node);
   // Publishes one block as point set `set` of a node that the caller has pinned. On true the hold moved and the caller has a pin.
-  bool publish_point(NodeId node, std::uint32_t set, std::uint32_t block, std::uint32_t gap_tokens, bool probation);
+  bool publish_point(NodeId node, std::uint32_t set, std::uint32_t block, const PointContent& content);
 
   // --- eviction ---
   // Evicts the coldest history leaf / point object of a set. False if there is no victim now. `swept`: after a full sweep.

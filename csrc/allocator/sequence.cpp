@@ -158,6 +158,7 @@ bool Sequence::settle(const StepStamp& stamp) {
     foreign_from_ = stamp.begin;
     allocator_.counters_.add(Counters::kForeignSteps);
   }
+  if (stamp.begin == std::int64_t{canonical_depth_} * block_size_ && stamp.end == stamp.begin + block_size_) ++canonical_depth_;
   const std::int64_t before = safe_upto();
   settled_ = std::max(settled_, stamp.end);
   advance_from(before);
@@ -386,6 +387,7 @@ bool Sequence::publish_history(std::uint32_t depth, PublishOutcome* outcome) {
   content.depth = depth;
   content.tokens = tokens_.data() + std::size_t{depth - 1} * block_size_;
   content.history_refs = std::span(refs.data(), history.size());
+  content.canonical = depth <= canonical_depth_ && (content.parent == 0 || store.node_canonical(content.parent));
   NodeId node = 0;
   PublishStatus status = store.publish_node(content, &node);
   if (status == PublishStatus::kNoNode && store.evict_coldest_history(false)) status = store.publish_node(content, &node);
@@ -397,7 +399,9 @@ bool Sequence::publish_history(std::uint32_t depth, PublishOutcome* outcome) {
         held_bytes_ -= static_cast<std::int64_t>(layout.group(history[slot]).block_bytes);
       }
       break;
-    case PublishStatus::kFoundEqual: break;  // our blocks stay private: tables are append-only
+    case PublishStatus::kFoundEqual:  // our blocks stay private: tables are append-only
+      store.touch_node(node, store.tick());
+      break;
     case PublishStatus::kBusy: *outcome = PublishOutcome::kBusy; return false;
     case PublishStatus::kNoNode: *outcome = PublishOutcome::kNoNode; return false;
     case PublishStatus::kCollision:
@@ -437,8 +441,9 @@ void Sequence::publish_pending(PendingPoint& point, bool growing) {
     drop_pending(point);
     return;
   }
-  const std::uint32_t gap = (point.depth - std::min(point.depth, last_point_depth_)) * block_size_;
-  const bool probation = point.want == RetentionPlan::Want::kProbation;
+  PointContent content;
+  content.gap_tokens = (point.depth - std::min(point.depth, last_point_depth_)) * block_size_;
+  content.probation = point.want == RetentionPlan::Want::kProbation;
   for (std::uint32_t set = 0; set < groups.size(); ++set) {
     const Group& group = layout.group(groups[set]);
     if (group.spec.retention == Retention::kWindow) {
@@ -446,13 +451,15 @@ void Sequence::publish_pending(PendingPoint& point, bool growing) {
       const std::uint32_t span = layout.window_nodes(groups[set], point.depth);
       for (std::uint32_t j = point.depth; j > point.depth - span; --j) {
         if (mine.held[j - 1] != Held::kPrivate) continue;
-        if (!store.publish_point(chain_[j - 1], set, static_cast<std::uint32_t>(mine.offsets[j - 1]), gap, probation)) continue;
+        content.canonical = j <= canonical_depth_;
+        if (!store.publish_point(chain_[j - 1], set, static_cast<std::uint32_t>(mine.offsets[j - 1]), content)) continue;
         mine.held[j - 1] = Held::kShared;
         held_bytes_ -= static_cast<std::int64_t>(group.block_bytes);
         lease_.add_point({chain_[j - 1], set, j});
       }
     } else if (point.blocks[set] != kNoBlock) {
-      if (store.publish_point(chain_[point.depth - 1], set, point.blocks[set], gap, probation)) {
+      content.canonical = point.depth <= canonical_depth_;
+      if (store.publish_point(chain_[point.depth - 1], set, point.blocks[set], content)) {
         held_bytes_ -= static_cast<std::int64_t>(group.block_bytes);
         point.blocks[set] = kNoBlock;
         store.unpin_point(chain_[point.depth - 1], set);

@@ -192,6 +192,7 @@ class Sequence {
   std::vector<NodeId> chain_;         // node at depth i+1, for i < published_depth_
   std::int64_t scheduled_ = 0, settled_ = 0, accepted_ = 0;
   std::int64_t covered_ = 0;          // blocks exist for all rows below
+  std::uint32_t canonical_depth_ = 0; // our rows up to here were computed in whole-block chunks, on a canonical prefix
   std::uint64_t step_mark_ = 0;       // of the batch that last planned it
   std::int64_t foreign_from_ = std::numeric_limits<std::int64_t>::max();
   std::uint32_t resume_depth_ = 0, published_depth_ = 0, last_point_depth_ = 0;

@@ -165,6 +165,21 @@ TEST(KvAllocator, RowsOfOtherWeightsAreNotPublished) {
   EXPECT_EQ(published.outcome, PublishOutcome::kForeignVersion);
 }
 
+TEST(KvAllocator, WhatWasDecodedIsNotCanonical) {
+  ShadowEngine engine(v4_layout(), 4 * kMiB);
+  std::mt19937_64 random(15);
+  std::vector<std::int32_t> tokens = random_tokens(random, 80);
+  engine.turn(tokens, 30);
+  for (std::size_t i = 80; i < 110; ++i) tokens.push_back(static_cast<std::int32_t>(i * 7 % 50000));
+  // The prompt's whole blocks were computed one chunk each; the block in which decoding began was not, nor was anything after it.
+  AdmitResult prompt = engine.admit(std::span(tokens).first(81));
+  EXPECT_EQ(prompt.report.num_recoverable_tokens, 64);
+  EXPECT_TRUE(prompt.report.canonical);
+  AdmitResult all = engine.admit(tokens);
+  EXPECT_EQ(all.report.num_recoverable_tokens, 96);
+  EXPECT_FALSE(all.report.canonical);
+}
+
 TEST(KvAllocator, NamespacesDoNotMeet) {
   ShadowEngine engine(full_layout(), kMiB);
   std::mt19937_64 random(8);
