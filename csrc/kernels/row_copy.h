@@ -49,8 +49,9 @@ HETKV_HOST_DEVICE inline std::int64_t row_start(const RowCopyParams& params, std
 // Index of the first slot that row_start refuses, or -1. Thread-safe, allocates nothing; linear in the slots.
 std::int64_t find_bad_slot(const RowCopyParams& params) noexcept;
 
-// Copies items [begin, end) of the num_layers * num_rows items, layer-major. Every slot must be good. Two equal slots in a
-// scatter leave the bytes of either row, or a mix of both. Thread-safe over disjoint items with distinct slots; allocates nothing.
+// Copies items [begin, end) of the num_rows * num_layers items, the layers of a row together. Every slot must be good. Two equal
+// slots in a scatter leave the bytes of either row, or a mix of both. Thread-safe over disjoint items with distinct slots;
+// allocates nothing.
 void scatter_rows_cpu(const RowCopyParams& params, std::int64_t begin, std::int64_t end) noexcept;
 void gather_rows_cpu(const RowCopyParams& params, std::int64_t begin, std::int64_t end) noexcept;
 
