@@ -304,9 +304,10 @@ AdmitResult KvAllocator::admit(std::span<const std::int32_t> tokens, Namespace* 
 
   AdmitResult result;
   result.report.num_prompt_tokens = prompt;
-  // What cannot fit in an empty arena is refused before anything is looked at.
-  if (const ReserveOutcome outcome = arena_.possible(blocks_for(total, chunk, options.live_state));
-      outcome.status == ReserveOutcome::Status::kImpossible) {
+  // What cannot fit in an empty arena, beside the scratch blocks, is refused before anything is looked at.
+  BlockCounts most = blocks_for(total, chunk, options.live_state);
+  for (std::size_t pool = 0; pool < layout_.pools().size(); ++pool) ++most[pool];
+  if (const ReserveOutcome outcome = arena_.possible(most); outcome.status == ReserveOutcome::Status::kImpossible) {
     counters_.add(Counters::kRefusedImpossible);
     result.refusal = {Refusal::Cause::kImpossible, outcome.pool, outcome.need, outcome.cap};
     return result;
@@ -426,14 +427,11 @@ Refusal KvAllocator::prepare_step(std::span<const StepItem> items, const StepBuf
   for (const StepItem& item : items) {
     if (item.sequence->ticket_ == oldest_.load(std::memory_order_acquire)) ticket = item.sequence->ticket_;
   }
-  Namespace* space = items.empty() ? nullptr : items[0].sequence->space_;
   if (bytes_of(need) != 0) {
-    // Quotas are per namespace: each one's part is checked before the one atomic reservation.
     for (std::size_t i = 0; i < items.size(); ++i) {
       if (const Refusal refusal = make_quota(bytes_of(each[i]), items[i].sequence->space_)) return refusal;
     }
-    if (const Refusal refusal = reserve(need, ticket, space, charge)) return refusal;
-    space->used_bytes.fetch_sub(static_cast<std::int64_t>(bytes_of(need)), std::memory_order_relaxed);
+    if (const Refusal refusal = reserve_blocks(need, ticket, charge)) return refusal;
   }
 
   std::size_t row = 0;
@@ -507,6 +505,12 @@ Refusal KvAllocator::reserve(const BlockCounts& need, std::uint64_t ticket, Name
   const std::uint64_t bytes = bytes_of(need);
   if (bytes == 0) return {};
   if (const Refusal refusal = make_quota(bytes, space)) return refusal;
+  const Refusal refusal = reserve_blocks(need, ticket, charge);
+  if (!refusal) space->used_bytes.fetch_add(static_cast<std::int64_t>(bytes), std::memory_order_relaxed);
+  return refusal;
+}
+
+Refusal KvAllocator::reserve_blocks(const BlockCounts& need, std::uint64_t ticket, Charge& charge) {
   BlockCounts headroom{};
   const std::uint64_t oldest = oldest_.load(std::memory_order_acquire);
   if (oldest != 0 && oldest != ticket) {
@@ -520,9 +524,7 @@ Refusal KvAllocator::reserve(const BlockCounts& need, std::uint64_t ticket, Name
   for (;;) {
     const ReserveOutcome outcome = arena_.reserve(need, headroom, charge);
     switch (outcome.status) {
-      case ReserveOutcome::Status::kReserved:
-        space->used_bytes.fetch_add(static_cast<std::int64_t>(bytes), std::memory_order_relaxed);
-        return {};
+      case ReserveOutcome::Status::kReserved: return {};
       case ReserveOutcome::Status::kImpossible:
         counters_.add(Counters::kRefusedImpossible);
         return {Refusal::Cause::kImpossible, outcome.pool, outcome.need, outcome.cap};
@@ -535,7 +537,7 @@ Refusal KvAllocator::reserve(const BlockCounts& need, std::uint64_t ticket, Name
       if (make_room(outcome.pool, batch, true)) continue;
     }
     counters_.add(Counters::kRefusedNoRoom);
-    return {Refusal::Cause::kNoRoom, outcome.pool, bytes, arena_.bytes()};
+    return {Refusal::Cause::kNoRoom, outcome.pool, bytes_of(need), arena_.bytes()};
   }
 }
 

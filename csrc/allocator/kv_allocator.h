@@ -147,7 +147,9 @@ class KvAllocator {
   // Stages 1..: granularity to model version. `own_depth`: sealed depth of the running version. Fills the report's first numbers.
   void explain_identity(std::span<const Key128> keys, VersionId version, std::uint32_t space, std::uint32_t own_depth,
                         HitReport& report) const;
-  // All groups or none; evicts as needed. `ticket`: of the asking sequence, for the oldest one's right to a step; 0 = none yet.
+  // All groups or none; evicts as needed. `ticket`: of the asking sequence, for the oldest one's right to a step.
+  Refusal reserve_blocks(const BlockCounts& need, std::uint64_t ticket, Charge& charge);
+  // The same within the namespace's quota, and charged to it.
   Refusal reserve(const BlockCounts& need, std::uint64_t ticket, Namespace* space, Charge& charge);
   Refusal make_quota(std::uint64_t bytes, Namespace* space);
   bool make_room(PoolId pool, std::uint32_t blocks, bool after_sweep);

@@ -9,7 +9,8 @@
 namespace hetkv {
 
 Sequence::Sequence(KvAllocator& allocator, Namespace* space, const NamespaceInstance* instance)
-    : allocator_(allocator), space_(space), instance_(instance), block_size_(allocator.layout().block_size()), lease_(allocator.store()) {
+    : allocator_(allocator), space_(space), instance_(instance), block_size_(allocator.layout().block_size()),
+      block_shift_(std::countr_zero(block_size_)), lease_(allocator.store()) {
   point_blocks_.fill(-1);
   live_blocks_.fill(-1);
 }
@@ -181,7 +182,7 @@ void Sequence::accept(std::int64_t upto) {
 
 void Sequence::advance_from(std::int64_t before) {
   const std::int64_t now = safe_upto();
-  if (now / block_size_ == before / block_size_) return;
+  if (now >> block_shift_ == before >> block_shift_) return;
   note_boundaries(before, now);
   slide();
 }

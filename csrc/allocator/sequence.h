@@ -153,7 +153,7 @@ class Sequence {
   void require_schedulable(std::int64_t upto) const;
   // Below this no rollback and no unfinished step can reach.
   std::int64_t safe_upto() const { return acceptance_held_ ? std::min(accepted_, settled_) : settled_; }
-  std::int64_t whole_blocks(std::int64_t tokens) const { return (tokens + block_size_ - 1) / block_size_ * block_size_; }
+  std::int64_t whole_blocks(std::int64_t tokens) const { return (tokens + block_size_ - 1) >> block_shift_ << block_shift_; }
   void advance_from(std::int64_t before);                           // after safe_upto() moved
   std::size_t table_blocks(const Group& group, std::int64_t tokens) const;
   BlockCounts growth(std::int64_t upto) const;                      // blocks to take that neither spares nor credits cover
@@ -177,6 +177,7 @@ class Sequence {
   Namespace* space_;
   const NamespaceInstance* instance_;
   const std::uint32_t block_size_;
+  const int block_shift_;             // block_size_ is a power of two
   Lease lease_;
   Charge charge_;
   HitReport report_;
