@@ -96,8 +96,8 @@ def run_of(family: str) -> Run:
         if position % BLOCK == 0 or position in (PROMPT + 3, PROMPT + 55):
             states[position] = adapter.export_state(live)
 
-    prompt_logits = runner.prefill(cache, tokens, 0, keep, all_logits=True)
-    generation = runner.decode(cache, prompt_logits, PROMPT, NEW_TOKENS + BLOCK, keep)
+    prompt_logits = runner.prefill(cache, tokens, 0, after_chunk=keep, all_logits=True)
+    generation = runner.decode(cache, prompt_logits, PROMPT, NEW_TOKENS + BLOCK, after_token=keep)
     logits = torch.cat([prompt_logits[:-1], generation.logits])
     return Run(adapter, runner, tokens + generation.tokens, states, logits)
 

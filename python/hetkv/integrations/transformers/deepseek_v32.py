@@ -34,9 +34,6 @@ class DeepseekV32State(StateAdapter):
             "values": stack_rows([layer.values[0, 0, begin:end] for layer in layers]),
         }
 
-    def export_window(self, cache: DynamicCache, group: GroupState, begin: int, end: int) -> Rows:
-        raise ValueError(f"group {group.name!r} is no window group")
-
     def fill(self, cache: DynamicCache, position: int, state: Mapping[str, Rows]) -> None:
         require_empty(cache)
         latent, index = self.group("latent"), self.group("index")

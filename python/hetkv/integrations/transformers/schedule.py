@@ -15,8 +15,14 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-AfterChunk = Callable[[DynamicCache, int], None]
+AfterPass = Callable[[DynamicCache, int], None]
 """Called after each forward pass with the cache and the number of tokens it holds."""
+
+BeforeChunk = Callable[[int], None]
+"""Called before a chunk is computed, with the position where it ends."""
+
+BeforeToken = Callable[[int], None]
+"""Called with each token that decoding is about to compute."""
 
 
 def chunk_ends(begin: int, end: int, block_size: int) -> Iterator[tuple[int, int]]:
@@ -79,7 +85,9 @@ class Runner:
         cache: DynamicCache,
         tokens: Sequence[int] | Tensor,
         begin: int,
-        after_chunk: AfterChunk | None = None,
+        *,
+        before_chunk: BeforeChunk | None = None,
+        after_chunk: AfterPass | None = None,
         all_logits: bool = False,
     ) -> Tensor:
         """Computes `tokens[begin:]` in block-aligned chunks; `cache` holds `tokens[:begin]`.
@@ -91,6 +99,8 @@ class Runner:
             raise ValueError(f"nothing to compute: {len(tokens)} tokens, {begin} already there")
         rows: list[Tensor] = []
         for start, stop in chunk_ends(begin, len(tokens), self.block_size):
+            if before_chunk is not None:
+                before_chunk(stop)
             rows.append(self.step(cache, tokens[start:stop], keep=0 if all_logits else 1))
             if after_chunk is not None:
                 after_chunk(cache, stop)
@@ -102,8 +112,9 @@ class Runner:
         logits: Tensor,
         length: int,
         max_new_tokens: int,
-        after_step: AfterChunk | None = None,
         *,
+        before_token: BeforeToken | None = None,
+        after_token: AfterPass | None = None,
         stop_tokens: frozenset[int] = frozenset(),
         forced: Sequence[int] | None = None,
     ) -> Generation:
@@ -122,9 +133,11 @@ class Runner:
             fed = forced[n] if forced is not None else chosen
             if fed in stop_tokens or n + 1 == max_new_tokens:
                 break
+            if before_token is not None:
+                before_token(fed)
             logits = self.step(cache, [fed])[-1]
-            if after_step is not None:
-                after_step(cache, length + n + 1)
+            if after_token is not None:
+                after_token(cache, length + n + 1)
         if rows:
             result.logits = torch.stack(rows).float().cpu()
         return result

@@ -108,9 +108,9 @@ class StateAdapter(ABC):
     def export_history(self, cache: DynamicCache, group: GroupState, begin: int, end: int) -> Rows:
         """Entries `[begin, end)` of a history group."""
 
-    @abstractmethod
-    def export_window(self, cache: DynamicCache, group: GroupState, begin: int, end: int) -> Rows:
+    def export_window(self, cache: DynamicCache, group: GroupState, begin: int, end: int) -> Rows:  # noqa: ARG002
         """Rows of tokens `[begin, end)` of a window group. Only the last W-1 tokens exist: ValueError for older ones."""
+        raise UnsupportedModelError(f"{type(self).__name__} has no window group {group.name!r}")
 
     def export_tail(self, cache: DynamicCache, group: GroupState) -> Rows:  # noqa: ARG002
         """The unfinished compressor window at the cache's length, and its overlap rows if there are any yet."""
