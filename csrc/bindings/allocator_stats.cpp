@@ -18,13 +18,16 @@ std::uint64_t load(const std::atomic<std::uint64_t>& counter) { return counter.l
 // Objects evicted per kind: history sets (once for every history kind, since a set leaves as a whole) and point objects.
 py::dict evictions(const CacheLayout& layout, const ObjectStore::Counters& counters) {
   std::array<std::uint64_t, kNumKinds> by_kind{};
-  for (const GroupId id : layout.history_groups()) by_kind[static_cast<std::size_t>(layout.group(id).spec.kind)] = load(counters.history_evicted);
+  for (const GroupId id : layout.history_groups())
+    by_kind[static_cast<std::size_t>(layout.group(id).spec.kind)] = load(counters.history_evicted);
   for (const GroupId id : layout.point_groups()) {
     const Group& group = layout.group(id);
-    by_kind[static_cast<std::size_t>(group.spec.kind)] += load(counters.points_evicted[static_cast<std::size_t>(group.point_slot)]);
+    by_kind[static_cast<std::size_t>(group.spec.kind)] +=
+        load(counters.points_evicted[static_cast<std::size_t>(group.point_slot)]);
   }
   py::dict result;
-  for (const Group& group : layout.groups()) result[text(kind_name(group.spec.kind))] = by_kind[static_cast<std::size_t>(group.spec.kind)];
+  for (const Group& group : layout.groups())
+    result[text(kind_name(group.spec.kind))] = by_kind[static_cast<std::size_t>(group.spec.kind)];
   return result;
 }
 
@@ -34,9 +37,9 @@ py::dict pools(KvAllocator& allocator) {
   for (std::size_t i = 0; i < layout.pools().size(); ++i) {
     const PoolSpec& pool = layout.pools()[i];
     const PoolUsage use = allocator.arena().usage(static_cast<PoolId>(i));
-    result[text(pool.name)] =
-        py::dict("kind"_a = text(kind_name(pool.kind)), "block_bytes"_a = use.block_bytes, "blocks_per_slab"_a = use.blocks_per_slab,
-                 "blocks_reserved"_a = use.blocks_reserved, "blocks_live"_a = use.blocks_live, "slabs_owned"_a = use.slabs_owned);
+    result[text(pool.name)] = py::dict("kind"_a = text(kind_name(pool.kind)), "block_bytes"_a = use.block_bytes,
+                                       "blocks_per_slab"_a = use.blocks_per_slab, "blocks_reserved"_a = use.blocks_reserved,
+                                       "blocks_live"_a = use.blocks_live, "slabs_owned"_a = use.slabs_owned);
   }
   return result;
 }
@@ -70,8 +73,9 @@ py::dict allocator_stats(KvAllocator& allocator) {
   stats["recoverable_tokens"] = counters.get(Counters::kRecoverableTokens);
   stats["losses"] = losses;
   stats["evictions"] = evictions(layout, objects);
-  stats["refusals"] = py::dict("impossible"_a = counters.get(Counters::kRefusedImpossible),
-                               "no_room"_a = counters.get(Counters::kRefusedNoRoom), "quota"_a = counters.get(Counters::kRefusedQuota));
+  stats["refusals"] =
+      py::dict("impossible"_a = counters.get(Counters::kRefusedImpossible), "no_room"_a = counters.get(Counters::kRefusedNoRoom),
+               "quota"_a = counters.get(Counters::kRefusedQuota));
   stats["published_nodes"] = load(objects.nodes_published);
   stats["published_points"] = points;
   stats["found_equal"] = load(objects.nodes_found_equal);

@@ -74,7 +74,8 @@ AllocatorPtr make_allocator(const CacheLayout& layout, std::uint64_t bytes, std:
   config.arena.base_address = base_address;
   config.arena.slab_bytes = slab_bytes;
   config.arena.lock_free = lock_free;
-  for (const auto& [kind, slabs] : floors) config.arena.limits[static_cast<std::size_t>(kind_from_name(kind))].floor_slabs = slabs;
+  for (const auto& [kind, slabs] : floors)
+    config.arena.limits[static_cast<std::size_t>(kind_from_name(kind))].floor_slabs = slabs;
   for (const auto& [kind, cap] : caps) config.arena.limits[static_cast<std::size_t>(kind_from_name(kind))].cap_bytes = cap;
   config.retention = RetentionPolicy::parse(retention);
   config.verify_all_tokens = verify_all_tokens;
@@ -133,9 +134,11 @@ std::vector<StepStamp> prepare_step(KvAllocator& self, const std::vector<Sequenc
   buffers.padded_sequences = padded_sequences.value_or(buffers.padded_sequences);
   buffers.padded_tokens = padded_tokens.value_or(buffers.padded_tokens);
   if (buffers.padded_sequences > arrays.buffers.padded_sequences)
-    throw ArgumentError("padded_sequences", std::to_string(buffers.padded_sequences), "at most the buffers' " + std::to_string(arrays.buffers.padded_sequences));
+    throw ArgumentError("padded_sequences", std::to_string(buffers.padded_sequences),
+                        "at most the buffers' " + std::to_string(arrays.buffers.padded_sequences));
   if (buffers.padded_tokens > arrays.buffers.padded_tokens)
-    throw ArgumentError("padded_tokens", std::to_string(buffers.padded_tokens), "at most the buffers' " + std::to_string(arrays.buffers.padded_tokens));
+    throw ArgumentError("padded_tokens", std::to_string(buffers.padded_tokens),
+                        "at most the buffers' " + std::to_string(arrays.buffers.padded_tokens));
   auto sorted = sequences;
   std::sort(sorted.begin(), sorted.end());
   if (std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end())
@@ -145,7 +148,8 @@ std::vector<StepStamp> prepare_step(KvAllocator& self, const std::vector<Sequenc
   std::vector<StepItem> items;
   uses.reserve(sequences.size());
   for (std::size_t i = 0; i < sequences.size(); ++i) {
-    if (sequences[i]->allocator().get() != &self) throw ArgumentError("sequences", "one of another cache", "sequences of this cache");
+    if (sequences[i]->allocator().get() != &self)
+      throw ArgumentError("sequences", "one of another cache", "sequences of this cache");
     uses.emplace_back(*sequences[i]);
     items.push_back({uses.back().get(), num_tokens[i]});
   }
@@ -156,17 +160,22 @@ std::vector<StepStamp> prepare_step(KvAllocator& self, const std::vector<Sequenc
 
 void bind_handles(py::module_& m) {
   py::class_<NamespaceHandle>(m, "Namespace", "Who may share with whom: a handle of one allocator.")
-      .def_property_readonly("fields", [](const NamespaceHandle& n) {
-        py::tuple result(n.fields.size());
-        for (std::size_t i = 0; i < n.fields.size(); ++i)
-          result[i] = py::make_tuple(n.fields[i].first, py::bytes(n.fields[i].second));
-        return result;
-      }, "((tag, value as bytes), ...)")
-      .def_property_readonly("used_bytes", [](const NamespaceHandle& n) { return n.space->used_bytes.load(std::memory_order_relaxed); },
-                             "Bytes of its sequences' blocks and of its objects.")
-      .def("__eq__", [](const NamespaceHandle& a, const py::object& b) {
-        return py::isinstance<NamespaceHandle>(b) && a.space == b.cast<NamespaceHandle&>().space;
-      })
+      .def_property_readonly(
+          "fields",
+          [](const NamespaceHandle& n) {
+            py::tuple result(n.fields.size());
+            for (std::size_t i = 0; i < n.fields.size(); ++i)
+              result[i] = py::make_tuple(n.fields[i].first, py::bytes(n.fields[i].second));
+            return result;
+          },
+          "((tag, value as bytes), ...)")
+      .def_property_readonly(
+          "used_bytes", [](const NamespaceHandle& n) { return n.space->used_bytes.load(std::memory_order_relaxed); },
+          "Bytes of its sequences' blocks and of its objects.")
+      .def("__eq__",
+           [](const NamespaceHandle& a, const py::object& b) {
+             return py::isinstance<NamespaceHandle>(b) && a.space == b.cast<NamespaceHandle&>().space;
+           })
       .def("__hash__", [](const NamespaceHandle& n) { return std::hash<const void*>{}(n.space); })
       .def("__repr__", [](const NamespaceHandle& n) {
         std::string text = "<Namespace";
@@ -177,23 +186,27 @@ void bind_handles(py::module_& m) {
   py::class_<PinnedPrefixHandle>(m, "PinnedPrefix", "A prefix that stays until release(), also a context manager.")
       .def_property_readonly("num_tokens", [](const PinnedPrefixHandle& p) { return p.prefix->num_tokens(); })
       .def_property_readonly("bytes", [](const PinnedPrefixHandle& p) { return p.prefix->bytes(); })
-      .def("release", [](PinnedPrefixHandle& p) { p.prefix->release(); }, "Idempotent.")
+      .def(
+          "release", [](PinnedPrefixHandle& p) { p.prefix->release(); }, "Idempotent.")
       .def("__enter__", [](const py::object& self) { return self; })
       .def("__exit__", [](PinnedPrefixHandle& p, const py::args&) { p.prefix->release(); })
-      .def("__repr__", [](const PinnedPrefixHandle& p) {
-        return "<PinnedPrefix of " + std::to_string(p.prefix->num_tokens()) + " tokens>";
-      });
+      .def("__repr__",
+           [](const PinnedPrefixHandle& p) { return "<PinnedPrefix of " + std::to_string(p.prefix->num_tokens()) + " tokens>"; });
 }
 
 }  // namespace
 
 void bind_allocator(py::module_& m) {
   bind_handles(m);
-  m.def("loss_reasons", [] {
-    py::tuple names(kNumLossReasons);
-    for (std::size_t i = 0; i < kNumLossReasons; ++i) names[i] = py::str(std::string(loss_reason_name(static_cast<LossReason>(i))));
-    return names;
-  }, "Names of the reasons for lost tokens, in order.");
+  m.def(
+      "loss_reasons",
+      [] {
+        py::tuple names(kNumLossReasons);
+        for (std::size_t i = 0; i < kNumLossReasons; ++i)
+          names[i] = py::str(std::string(loss_reason_name(static_cast<LossReason>(i))));
+        return names;
+      },
+      "Names of the reasons for lost tokens, in order.");
 
   py::class_<KvAllocator, AllocatorPtr>(m, "Allocator", "The facade of the core. Thread-safe. Tokens: contiguous int32 arrays.")
       .def(py::init(&make_allocator), "layout"_a, "bytes"_a, py::kw_only(), "base_address"_a = 0, "slab_bytes"_a = 0,
@@ -206,13 +219,16 @@ void bind_allocator(py::module_& m) {
       .def("namespace_", &make_namespace, "fields"_a, "fields: [(tag, value)].")
       .def("set_model_version", &KvAllocator::set_model_version, "name"_a, NoGil())
       .def("model_version", [](KvAllocator& a) { return a.versions().at(a.versions().current()).model_name; })
-      .def("version", [](KvAllocator& a) { return a.versions().current(); }, "Id of the running version.")
+      .def(
+          "version", [](KvAllocator& a) { return a.versions().current(); }, "Id of the running version.")
       .def("set_abi", &KvAllocator::set_abi, "family"_a, "value"_a, NoGil())
       .def("abi", [](KvAllocator& a) { return a.versions().abi(); })
       .def("declare_alignment", &KvAllocator::declare_alignment, "family"_a, "bytes"_a, NoGil())
-      .def("set_quota", [](KvAllocator& a, const NamespaceHandle& n, std::uint64_t bytes) { a.set_quota(space_of(a, n), bytes); },
-           "namespace"_a, "bytes"_a)
-      .def("clear", [](KvAllocator& a, const NamespaceHandle& n) { return a.clear(space_of(a, n)); }, "namespace"_a, NoGil())
+      .def(
+          "set_quota", [](KvAllocator& a, const NamespaceHandle& n, std::uint64_t bytes) { a.set_quota(space_of(a, n), bytes); },
+          "namespace"_a, "bytes"_a)
+      .def(
+          "clear", [](KvAllocator& a, const NamespaceHandle& n) { return a.clear(space_of(a, n)); }, "namespace"_a, NoGil())
       .def("probe", &probe, "tokens"_a.noconvert(), "namespace"_a, "previous"_a = py::none())
       .def("admit", &admit, "tokens"_a.noconvert(), "namespace"_a, "max_new_tokens"_a = 0, "chunk_tokens"_a = 0,
            "live_state"_a = false, "previous"_a = py::none())
@@ -220,31 +236,36 @@ void bind_allocator(py::module_& m) {
       .def("prepare_step", &prepare_step, "sequences"_a, "num_tokens"_a, "arrays"_a, "padded_sequences"_a = py::none(),
            "padded_tokens"_a = py::none(), NoGil())
       .def("bytes_for", &KvAllocator::bytes_for, "tokens"_a, "chunk"_a, "live_state"_a = false, NoGil())
-      .def("evict", [](KvAllocator& a, const std::string& kind, std::uint64_t blocks) { return a.evict(kind_from_name(kind), blocks); },
-           "kind"_a, "blocks"_a, NoGil())
-      .def("evict_object",
-           [](KvAllocator& a, const TokenArray& tokens, const NamespaceHandle& n, std::int64_t position, std::int64_t group) {
-             const auto ids = token_span(tokens, "tokens");
-             const py::gil_scoped_release release;
-             return a.evict_object(ids, space_of(a, n), position, group_id(a, group));
-           },
-           "tokens"_a.noconvert(), "namespace"_a, "position"_a, "group"_a)
-      .def("quarantine",
-           [](KvAllocator& a, const TokenArray& tokens, const NamespaceHandle& n, std::int64_t position, std::int64_t group,
-              const std::string& reason) {
-             const auto ids = token_span(tokens, "tokens");
-             const py::gil_scoped_release release;
-             return a.quarantine(ids, space_of(a, n), position, group_id(a, group), reason_from_name(reason));
-           },
-           "tokens"_a.noconvert(), "namespace"_a, "position"_a, "group"_a, "reason"_a)
-      .def("scratch",
-           [](const KvAllocator& a, std::int64_t pool) {
-             const auto count = a.layout().pools().size();
-             if (pool < 0 || pool >= static_cast<std::int64_t>(count))
-               throw ArgumentError("pool", std::to_string(pool), "an id below " + std::to_string(count));
-             return a.scratch(static_cast<PoolId>(pool));
-           },
-           "pool"_a, "Offset of the pool's scratch block, in units of 256 bytes.")
+      .def(
+          "evict",
+          [](KvAllocator& a, const std::string& kind, std::uint64_t blocks) { return a.evict(kind_from_name(kind), blocks); },
+          "kind"_a, "blocks"_a, NoGil())
+      .def(
+          "evict_object",
+          [](KvAllocator& a, const TokenArray& tokens, const NamespaceHandle& n, std::int64_t position, std::int64_t group) {
+            const auto ids = token_span(tokens, "tokens");
+            const py::gil_scoped_release release;
+            return a.evict_object(ids, space_of(a, n), position, group_id(a, group));
+          },
+          "tokens"_a.noconvert(), "namespace"_a, "position"_a, "group"_a)
+      .def(
+          "quarantine",
+          [](KvAllocator& a, const TokenArray& tokens, const NamespaceHandle& n, std::int64_t position, std::int64_t group,
+             const std::string& reason) {
+            const auto ids = token_span(tokens, "tokens");
+            const py::gil_scoped_release release;
+            return a.quarantine(ids, space_of(a, n), position, group_id(a, group), reason_from_name(reason));
+          },
+          "tokens"_a.noconvert(), "namespace"_a, "position"_a, "group"_a, "reason"_a)
+      .def(
+          "scratch",
+          [](const KvAllocator& a, std::int64_t pool) {
+            const auto count = a.layout().pools().size();
+            if (pool < 0 || pool >= static_cast<std::int64_t>(count))
+              throw ArgumentError("pool", std::to_string(pool), "an id below " + std::to_string(count));
+            return a.scratch(static_cast<PoolId>(pool));
+          },
+          "pool"_a, "Offset of the pool's scratch block, in units of 256 bytes.")
       .def("arena_bytes", [](KvAllocator& a) { return a.arena().bytes(); })
       .def("slab_bytes", [](KvAllocator& a) { return a.arena().slab_bytes(); })
       .def("stats", &allocator_stats)

@@ -44,11 +44,13 @@ using SlotFill = void (Sequence::*)(GroupId, std::int64_t, std::int64_t, std::in
 Int64Array slots(SequenceHandle& self, std::int64_t group, std::int64_t begin, std::int64_t end, SlotFill fill, bool of_tokens) {
   const GroupId id = group_id(self, group);
   const Use use(self);
-  const std::int64_t rows = static_cast<std::int64_t>(use->block_table(id).size()) * self.allocator()->layout().group(id).entries_per_block;
+  const std::int64_t rows =
+      static_cast<std::int64_t>(use->block_table(id).size()) * self.allocator()->layout().group(id).entries_per_block;
   const std::int64_t limit = of_tokens ? use->scheduled() : rows;
   if (begin < 0 || begin > end || end > limit)
-    throw ArgumentError("range", "[" + std::to_string(begin) + ", " + std::to_string(end) + ")",
-                        std::string(of_tokens ? "scheduled tokens" : "rows that have blocks") + ": [0, " + std::to_string(limit) + ")");
+    throw ArgumentError(
+        "range", "[" + std::to_string(begin) + ", " + std::to_string(end) + ")",
+        std::string(of_tokens ? "scheduled tokens" : "rows that have blocks") + ": [0, " + std::to_string(limit) + ")");
   Int64Array result(end - begin);
   (use.get()->*fill)(id, begin, end, result.mutable_data());
   return result;
@@ -114,14 +116,15 @@ std::unique_ptr<StepArrays> make_step_arrays(const GroupArrays& groups, Int32Arr
 }
 
 void bind_steps(py::module_& m) {
-  py::class_<StepStamp>(m, "StepStamp", "What a scheduled step was: its tokens [begin, end), the sequence's epoch, the version's id.")
+  py::class_<StepStamp>(m, "StepStamp",
+                        "What a scheduled step was: its tokens [begin, end), the sequence's epoch, the version's id.")
       .def_readonly("epoch", &StepStamp::epoch)
       .def_readonly("version", &StepStamp::version)
       .def_readonly("begin", &StepStamp::begin)
       .def_readonly("end", &StepStamp::end)
       .def("__repr__", [](const StepStamp& s) {
-        return "<StepStamp tokens [" + std::to_string(s.begin) + ", " + std::to_string(s.end) + ") epoch " + std::to_string(s.epoch) +
-               " version " + std::to_string(s.version) + ">";
+        return "<StepStamp tokens [" + std::to_string(s.begin) + ", " + std::to_string(s.end) + ") epoch " +
+               std::to_string(s.epoch) + " version " + std::to_string(s.version) + ">";
       });
 
   py::native_enum<PublishOutcome>(m, "PublishOutcome", "enum.Enum", "How far a publication came, and why it stopped.")
@@ -132,12 +135,14 @@ void bind_steps(py::module_& m) {
       .value("no_node", PublishOutcome::kNoNode)
       .finalize();
 
-  py::class_<HashedPrefix, std::shared_ptr<HashedPrefix>>(m, "HashedPrefix", "The keys of a conversation's whole blocks. Immutable.")
+  py::class_<HashedPrefix, std::shared_ptr<HashedPrefix>>(m, "HashedPrefix",
+                                                          "The keys of a conversation's whole blocks. Immutable.")
       .def_property_readonly("num_tokens", [](const HashedPrefix& p) { return p.tokens.size(); });
 
   py::class_<StepArrays>(m, "StepArrays", "The arrays of a step, checked once and kept alive.")
       .def(py::init(&make_step_arrays), "groups"_a, "cu_seqlens_q"_a.noconvert(), "seqused_k"_a.noconvert(), "max_tokens"_a,
-           "groups: id to (block table int32 [sequences, entries], slots int64 [max_tokens]); cu_seqlens_q: int32 [sequences + 1];\n"
+           "groups: id to (block table int32 [sequences, entries], slots int64 [max_tokens]); cu_seqlens_q: int32 [sequences + "
+           "1];\n"
            "seqused_k: int32 [sequences]. All C-contiguous and writeable.")
       .def_property_readonly("max_sequences", [](const StepArrays& a) { return a.buffers.padded_sequences; })
       .def_property_readonly("max_tokens", [](const StepArrays& a) { return a.buffers.padded_tokens; });
@@ -156,7 +161,8 @@ py::tuple report_tuple(const HitReport& report, const CacheLayout& layout) {
   py::tuple items(losses.size());
   for (std::size_t i = 0; i < losses.size(); ++i) {
     const Loss& loss = losses[i];
-    const py::object group = loss.group < 0 ? py::object(py::none()) : py::str(layout.group(static_cast<GroupId>(loss.group)).spec.name);
+    const py::object group =
+        loss.group < 0 ? py::object(py::none()) : py::str(layout.group(static_cast<GroupId>(loss.group)).spec.name);
     items[i] = py::make_tuple(std::string(loss_reason_name(loss.reason)), group, loss.tokens);
   }
   return py::make_tuple(report.num_prompt_tokens, report.num_hash_hit_tokens, report.num_history_tokens,
@@ -166,8 +172,9 @@ py::tuple report_tuple(const HitReport& report, const CacheLayout& layout) {
 void bind_sequence(py::module_& m) {
   bind_steps(m);
   py::class_<SequenceHandle>(m, "Sequence", "A running request. One thread at a time; made by Allocator.admit.")
-      .def("report", [](const SequenceHandle& s) { return report_tuple(s.report(), s.allocator()->layout()); },
-           "(prompt, hash hit, history, recoverable, losses), also after free().")
+      .def(
+          "report", [](const SequenceHandle& s) { return report_tuple(s.report(), s.allocator()->layout()); },
+          "(prompt, hash hit, history, recoverable, losses), also after free().")
       .def("report_text", [](const SequenceHandle& s) { return s.report().to_string(s.allocator()->layout()); })
       .def_property_readonly("num_computed_tokens", &SequenceHandle::num_computed_tokens)
       .def_property_readonly("num_tokens", guarded(&Sequence::num_tokens))
@@ -179,79 +186,95 @@ void bind_sequence(py::module_& m) {
       .def_property_readonly("epoch", guarded(&Sequence::epoch))
       .def_property_readonly("ok", guarded(&Sequence::ok))
       .def_property_readonly("live", [](SequenceHandle& s) { return Use::even_if_freed(s)->live(); })
-      .def("append",
-           [](SequenceHandle& s, const TokenArray& ids) {
-             const auto span = token_span(ids, "ids", 0);
-             Use(s)->append(span);
-           },
-           "ids"_a.noconvert())
-      .def("append_one",
-           [](SequenceHandle& s, std::int32_t id) {
-             if (id < 0) throw ArgumentError("ids", std::to_string(id), "a token id, 0 to 2147483647");
-             Use(s)->append_one(id);
-           },
-           "id"_a)
-      .def("schedule",
-           [](SequenceHandle& s, std::int64_t upto) {
-             const Use use(s);
-             StepStamp stamp;
-             throw_if_refused(use->schedule(upto, &stamp), s.allocator()->layout(), "schedule");
-             return stamp;
-           },
-           "upto"_a, NoGil())
-      .def("settle", [](SequenceHandle& s, const StepStamp& stamp) { return Use(s)->settle(stamp); }, "stamp"_a, NoGil())
+      .def(
+          "append",
+          [](SequenceHandle& s, const TokenArray& ids) {
+            const auto span = token_span(ids, "ids", 0);
+            Use(s)->append(span);
+          },
+          "ids"_a.noconvert())
+      .def(
+          "append_one",
+          [](SequenceHandle& s, std::int32_t id) {
+            if (id < 0) throw ArgumentError("ids", std::to_string(id), "a token id, 0 to 2147483647");
+            Use(s)->append_one(id);
+          },
+          "id"_a)
+      .def(
+          "schedule",
+          [](SequenceHandle& s, std::int64_t upto) {
+            const Use use(s);
+            StepStamp stamp;
+            throw_if_refused(use->schedule(upto, &stamp), s.allocator()->layout(), "schedule");
+            return stamp;
+          },
+          "upto"_a, NoGil())
+      .def(
+          "settle", [](SequenceHandle& s, const StepStamp& stamp) { return Use(s)->settle(stamp); }, "stamp"_a, NoGil())
       .def("hold_acceptance", [](SequenceHandle& s) { Use(s)->hold_acceptance(); })
-      .def("accept", [](SequenceHandle& s, std::int64_t upto) { Use(s)->accept(upto); }, "upto"_a, NoGil())
-      .def("restart_from_settled", [](SequenceHandle& s) { Use(s)->restart_from_settled(); }, NoGil())
-      .def("wants_point", [](SequenceHandle& s, std::int64_t position) { return Use(s)->wants_point(position); }, "position"_a)
-      .def("stage_point",
-           [](SequenceHandle& s, std::int64_t position) {
-             std::vector<std::pair<int, std::uint32_t>> result;
-             for (const StagedBlock& block : Use(s)->stage_point(position)) result.emplace_back(block.group, block.offset);
-             return result;
-           },
-           "position"_a, NoGil(), "[(group id, block offset)], empty if no checkpoint is wanted or memory is short.")
+      .def(
+          "accept", [](SequenceHandle& s, std::int64_t upto) { Use(s)->accept(upto); }, "upto"_a, NoGil())
+      .def(
+          "restart_from_settled", [](SequenceHandle& s) { Use(s)->restart_from_settled(); }, NoGil())
+      .def(
+          "wants_point", [](SequenceHandle& s, std::int64_t position) { return Use(s)->wants_point(position); }, "position"_a)
+      .def(
+          "stage_point",
+          [](SequenceHandle& s, std::int64_t position) {
+            std::vector<std::pair<int, std::uint32_t>> result;
+            for (const StagedBlock& block : Use(s)->stage_point(position)) result.emplace_back(block.group, block.offset);
+            return result;
+          },
+          "position"_a, NoGil(), "[(group id, block offset)], empty if no checkpoint is wanted or memory is short.")
       .def("commit_point", &commit_point, "position"_a, "proofs"_a, "proofs: [(group id, position of the state)], all or none.")
-      .def("publish",
-           [](SequenceHandle& s, std::optional<std::int64_t> upto) {
-             const PublishResult result = Use(s)->publish(upto.value_or(std::numeric_limits<std::int64_t>::max()));
-             return std::pair(result.published_tokens, result.outcome);
-           },
-           "upto"_a = py::none(), NoGil(), "(published tokens, PublishOutcome)")
-      .def("free",
-           [](SequenceHandle& s, bool turn_end) {
-             const Use use = Use::even_if_freed(s);
-             if (use->live()) use->free(turn_end);
-           },
-           "turn_end"_a = true, NoGil())
-      .def("block_table",
-           [](SequenceHandle& s, std::int64_t group) {
-             const GroupId id = group_id(s, group);
-             const Use use(s);
-             const auto table = use->block_table(id);
-             Int32Array copy(static_cast<py::ssize_t>(table.size()));
-             if (!table.empty()) std::memcpy(copy.mutable_data(), table.data(), table.size_bytes());
-             return copy;
-           },
-           "group"_a, "A copy: int32 [blocks], offsets in units of 256 bytes.")
-      .def("slot_mapping",
-           [](SequenceHandle& s, std::int64_t group, std::int64_t begin, std::int64_t end) {
-             return slots(s, group, begin, end, &Sequence::slot_mapping, false);
-           },
-           "group"_a, "begin"_a, "end"_a, "int64 [end - begin]: slots of the group's own rows.")
-      .def("token_slots",
-           [](SequenceHandle& s, std::int64_t group, std::int64_t begin, std::int64_t end) {
-             return slots(s, group, begin, end, &Sequence::token_slots, true);
-           },
-           "group"_a, "begin"_a, "end"_a, "int64 [end - begin]: one slot per token, scratch where it completes no row.")
-      .def("point_block",
-           [](SequenceHandle& s, std::int64_t group) { return block_or_none(Use(s)->point_block(group_id(s, group))); }, "group"_a)
-      .def("live_block",
-           [](SequenceHandle& s, std::int64_t group) { return block_or_none(Use(s)->live_block(group_id(s, group))); }, "group"_a)
+      .def(
+          "publish",
+          [](SequenceHandle& s, std::optional<std::int64_t> upto) {
+            const PublishResult result = Use(s)->publish(upto.value_or(std::numeric_limits<std::int64_t>::max()));
+            return std::pair(result.published_tokens, result.outcome);
+          },
+          "upto"_a = py::none(), NoGil(), "(published tokens, PublishOutcome)")
+      .def(
+          "free",
+          [](SequenceHandle& s, bool turn_end) {
+            const Use use = Use::even_if_freed(s);
+            if (use->live()) use->free(turn_end);
+          },
+          "turn_end"_a = true, NoGil())
+      .def(
+          "block_table",
+          [](SequenceHandle& s, std::int64_t group) {
+            const GroupId id = group_id(s, group);
+            const Use use(s);
+            const auto table = use->block_table(id);
+            Int32Array copy(static_cast<py::ssize_t>(table.size()));
+            if (!table.empty()) std::memcpy(copy.mutable_data(), table.data(), table.size_bytes());
+            return copy;
+          },
+          "group"_a, "A copy: int32 [blocks], offsets in units of 256 bytes.")
+      .def(
+          "slot_mapping",
+          [](SequenceHandle& s, std::int64_t group, std::int64_t begin, std::int64_t end) {
+            return slots(s, group, begin, end, &Sequence::slot_mapping, false);
+          },
+          "group"_a, "begin"_a, "end"_a, "int64 [end - begin]: slots of the group's own rows.")
+      .def(
+          "token_slots",
+          [](SequenceHandle& s, std::int64_t group, std::int64_t begin, std::int64_t end) {
+            return slots(s, group, begin, end, &Sequence::token_slots, true);
+          },
+          "group"_a, "begin"_a, "end"_a, "int64 [end - begin]: one slot per token, scratch where it completes no row.")
+      .def(
+          "point_block",
+          [](SequenceHandle& s, std::int64_t group) { return block_or_none(Use(s)->point_block(group_id(s, group))); }, "group"_a)
+      .def(
+          "live_block",
+          [](SequenceHandle& s, std::int64_t group) { return block_or_none(Use(s)->live_block(group_id(s, group))); }, "group"_a)
       .def("ranges_to_clear", &ranges_to_clear, "[(begin, end)] in bytes of the arena: zero them, then confirm_cleared().")
       .def("confirm_cleared", [](SequenceHandle& s) { Use(s)->confirm_cleared(); })
-      .def("hashed_prefix",
-           [](SequenceHandle& s) { return std::const_pointer_cast<HashedPrefix>(Use(s)->hashed_prefix()); }, NoGil());
+      .def(
+          "hashed_prefix", [](SequenceHandle& s) { return std::const_pointer_cast<HashedPrefix>(Use(s)->hashed_prefix()); },
+          NoGil());
 }
 
 }  // namespace hetkv

@@ -12,7 +12,7 @@ namespace hetkv {
 
 // The caller's arrays of a step, checked once. Owns references to them, so that the addresses stay good.
 struct StepArrays {
-  StepBuffers buffers;                 // padded to the full size of the arrays
+  StepBuffers buffers;  // padded to the full size of the arrays
   std::vector<pybind11::array> keep;
 };
 

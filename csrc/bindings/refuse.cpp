@@ -15,9 +15,10 @@ void throw_if_refused(const Refusal& refusal, const CacheLayout& layout, const c
   }
   const bool may_retry = refusal.cause == Refusal::Cause::kNoRoom;
   const std::string kind(kind_name(layout.pools()[refusal.pool].kind));
-  throw AdmissionError(kind, refusal.need, refusal.cap, may_retry,
-                       std::string(operation) + " refused: " + kind + numbers +
-                           (may_retry ? ": nothing more can be evicted now, try again when a sequence ends" : ": it can never fit"));
+  throw AdmissionError(
+      kind, refusal.need, refusal.cap, may_retry,
+      std::string(operation) + " refused: " + kind + numbers +
+          (may_retry ? ": nothing more can be evicted now, try again when a sequence ends" : ": it can never fit"));
 }
 
 }  // namespace hetkv

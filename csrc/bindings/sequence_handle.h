@@ -1,7 +1,7 @@
 // SequenceHandle: a Sequence as Python holds it.
 //
-// Owns the sequence and a share of its allocator, so that neither the order of garbage collection nor a lost Cache object can end the
-// allocator first. Calls release the GIL, so two Python threads could meet inside one sequence, which is not thread-safe: every
+// Owns the sequence and a share of its allocator, so that neither the order of garbage collection nor a lost Cache object can end
+// the allocator first. Calls release the GIL, so two Python threads could meet inside one sequence, which is not thread-safe: every
 // call enters through Use, and the second of two threads gets an error instead of a race.
 #pragma once
 
@@ -39,7 +39,8 @@ class SequenceHandle {
 
    private:
     Use(SequenceHandle& handle, bool must_live) {
-      if (handle.busy_.exchange(true, std::memory_order_acquire)) throw std::runtime_error("sequence used from two threads at once");
+      if (handle.busy_.exchange(true, std::memory_order_acquire))
+        throw std::runtime_error("sequence used from two threads at once");
       handle_ = &handle;
       if (must_live && !handle.sequence_->live()) {
         handle.busy_.store(false, std::memory_order_release);

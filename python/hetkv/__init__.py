@@ -32,7 +32,7 @@ from .report import HitReport, Loss, LossReason
 from .sequence import PublishResult, Sequence
 from .step_buffers import StepBuffers
 
-CacheLayout.from_config = staticmethod(layout_from_config)
+CacheLayout.from_config = staticmethod(layout_from_config)  # type: ignore[method-assign]
 
 __version__ = "0.1.0"
 

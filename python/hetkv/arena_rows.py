@@ -37,9 +37,7 @@ class ArenaRows:
         else:
             self._check(out, "out", f, shape)
         if where.numel() > 0:
-            ops.gather_rows(
-                out, self._arena, where, rows_per_block=f.rows_per_block, section_offset=f.section_offset, layer_stride=g.layer_stride
-            )
+            ops.gather_rows(out, self._arena, where, **_geometry(g, f))
         return out
 
     def write(self, group: str | int, field: str, slots: SlotInput, rows: Tensor) -> None:
@@ -47,9 +45,7 @@ class ArenaRows:
         where = self._slots(slots)
         self._check(rows, "rows", f, (len(g.layers), where.numel(), *f.shape))
         if where.numel() > 0:
-            ops.scatter_rows(
-                self._arena, rows, where, rows_per_block=f.rows_per_block, section_offset=f.section_offset, layer_stride=g.layer_stride
-            )
+            ops.scatter_rows(self._arena, rows, where, **_geometry(g, f))
 
     def read_block(self, group: str | int, field: str, offset: int, rows: int | None = None) -> Tensor:
         _, f = self._find(group, field)
@@ -67,7 +63,7 @@ class ArenaRows:
 
     def _block_slots(self, field: _core.Field, offset: int, rows: int) -> Tensor:
         if not 0 <= rows <= field.rows_per_block:
-            raise ArgumentError("rows", str(rows), f"at most the {field.rows_per_block} rows that a block has of field {field.name!r}")
+            raise ArgumentError("rows", str(rows), f"0 to {field.rows_per_block}: what a block has of field {field.name!r}")
         first = offset * field.rows_per_block
         return torch.arange(first, first + rows, dtype=torch.int64, device=self._arena.device)
 
@@ -87,6 +83,10 @@ class ArenaRows:
         if tuple(rows.shape) != shape:
             raise ArgumentError(f"{argument}.shape", str(tuple(rows.shape)), f"{shape}: [layers, slots, *field shape]")
         if rows.dtype != self._dtypes[field.dtype]:
-            raise ArgumentError(f"{argument}.dtype", str(rows.dtype), f"{self._dtypes[field.dtype]}, that of field {field.name!r}")
+            raise ArgumentError(f"{argument}.dtype", str(rows.dtype), f"{self._dtypes[field.dtype]}, of field {field.name!r}")
         if rows.device != self._arena.device:
             raise ArgumentError(f"{argument}.device", str(rows.device), f"{self._arena.device}, where the arena is")
+
+
+def _geometry(group: _core.Group, field: _core.Field) -> dict[str, int]:
+    return {"rows_per_block": field.rows_per_block, "section_offset": field.section_offset, "layer_stride": group.layer_stride}

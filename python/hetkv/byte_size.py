@@ -9,9 +9,7 @@ from .errors import ArgumentError
 __all__ = ["byte_size"]
 
 _UNITS = {"B": 1} | {
-    prefix + suffix: base ** (power + 1)
-    for power, prefix in enumerate("KMGT")
-    for suffix, base in (("iB", 1024), ("B", 1000))
+    prefix + suffix: base ** (power + 1) for power, prefix in enumerate("KMGT") for suffix, base in (("iB", 1024), ("B", 1000))
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)\s*")
 

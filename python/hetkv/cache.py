@@ -28,8 +28,8 @@ class Cache:
     """A typed KV cache over one arena.
 
     All methods may be called from several threads; those that search, reserve or evict release the GIL. Tokens are int32 numpy
-    arrays or int32 CPU torch tensors, which are read in place; other integers and lists are converted (``hetkv.tokens``). Groups are
-    given by name or id, kinds by name. Sizes are bytes or text such as "256MiB". Positions are tokens.
+    arrays or int32 CPU torch tensors, which are read in place; other integers and lists are converted (``hetkv.tokens``).
+    Groups are given by name or id, kinds by name. Sizes are bytes or text such as "256MiB". Positions are tokens.
     """
 
     def __init__(
@@ -141,8 +141,8 @@ class Cache:
     def namespace(self, salt: str = "", adapter: str = "", digests: Iterable[str | bytes] = ()) -> _core.Namespace:
         """Who may share with whom: equal fields give the same namespace, and no two fields can be mistaken for one another.
 
-        salt: of the caller. adapter: its name and version. digests: of the prompt's images and other media, in order. Empty fields
-        say nothing: the namespace of none is the default one.
+        salt: of the caller. adapter: its name and version. digests: of the prompt's images and other media, in order. Empty
+        fields say nothing: the namespace of none is the default one.
         """
         fields: list[tuple[str, str | bytes]] = [("salt", salt), ("adapter", adapter)]
         fields += [(f"digest:{i}", digest) for i, digest in enumerate(digests)]
@@ -227,9 +227,9 @@ class Cache:
     ) -> list[_core.StepStamp]:
         """Schedules ``num_tokens[i]`` more tokens of every sequence, or none of them, and fills the buffers in place.
 
-        padded_sequences, padded_tokens: how much of the buffers to fill; default: all. The rest keeps what it held. Returns a stamp
-        per sequence, for ``Sequence.settle``. AdmissionError changes nothing. ArgumentError: a sequence twice, freed, or of another
-        cache; more tokens than known; buffers that are too small.
+        padded_sequences, padded_tokens: how much of the buffers to fill; default: all. The rest keeps what it held. Returns a
+        stamp per sequence, for ``Sequence.settle``. AdmissionError changes nothing. ArgumentError: a sequence twice, freed, or
+        of another cache; more tokens than known; buffers that are too small.
         """
         stamps = self._core.prepare_step(
             [sequence._core for sequence in sequences], list(num_tokens), buffers._core, padded_sequences, padded_tokens
@@ -254,8 +254,8 @@ class Cache:
     def read_rows(self, group: str | int, field: str, slots: SlotInput, out: Tensor | None = None) -> Tensor:
         """Copies rows of all layers of a group out of the arena: [layers, n, *field shape], of the field's dtype.
 
-        slots: int64 [n], as from ``Sequence.slot_mapping``; numpy, torch or a list. out: written and returned instead of a new tensor.
-        ArgumentError for a wrong shape, dtype or device; on the CPU ValueError for a slot outside the arena.
+        slots: int64 [n], as from ``Sequence.slot_mapping``; numpy, torch or a list. out: written and returned instead of a new
+        tensor. ArgumentError for a wrong shape, dtype or device; on the CPU ValueError for a slot outside the arena.
         """
         return self._rows.read(group, field, slots, out)
 
@@ -289,9 +289,7 @@ class Cache:
             raise ArgumentError("blocks", str(blocks), "0 or more")
         return self._core.evict(_kind_name(kind), blocks)
 
-    def evict_object(
-        self, tokens: TokenInput, position: int, group: str | int, namespace: _core.Namespace | None = None
-    ) -> bool:
+    def evict_object(self, tokens: TokenInput, position: int, group: str | int, namespace: _core.Namespace | None = None) -> bool:
         """Evicts one object of the prefix ``tokens[:position]``: a point group's, or the history there if nothing depends on it.
 
         False if it is absent or in use. ArgumentError unless ``position`` is a multiple of block_size in (0, len(tokens)].
@@ -315,9 +313,10 @@ class Cache:
     def stats(self) -> dict[str, Any]:
         """Counters since the start and sizes now, by name; a snapshot that takes no lock.
 
-        kinds: kind to used_bytes, cap_bytes (None: no cap), floor_bytes. pools: pool to its blocks and slabs. Hits, of admissions:
-        prompt_tokens, hash_hit_tokens, recoverable_tokens, and losses by reason, in tokens. evictions by kind, in objects;
-        refusals by cause; published_nodes, published_points by group; bytes of metadata and stranded in half-used slabs.
+        kinds: kind to used_bytes, cap_bytes (None: no cap), floor_bytes. pools: pool to its blocks and slabs. Hits, of
+        admissions: prompt_tokens, hash_hit_tokens, recoverable_tokens, and losses by reason, in tokens. evictions by kind, in
+        objects; refusals by cause; published_nodes, published_points by group; bytes of metadata and stranded in half-used
+        slabs.
         """
         stats = self._core.stats()
         slab = stats["slab_bytes"]
@@ -337,7 +336,7 @@ class Cache:
         return self._default if namespace is None else namespace
 
     def __repr__(self) -> str:
-        return f"<hetkv.Cache of {self._arena.numel()} bytes on {self.device}, {self._layout.model!r}, retention {self.retention}>"
+        return f"<hetkv.Cache of {self._arena.numel()} bytes on {self.device} for {self._layout.model!r}>"
 
     def __reduce__(self) -> Any:
         raise TypeError("a hetkv.Cache cannot be pickled: it owns memory")
@@ -348,7 +347,7 @@ def _kind_name(kind: str | _core.ObjectKind) -> str:
 
 
 def _allocate(size: int, device: torch.device) -> Tensor:
-    """Zeroed uint8 [size] at an address that is a multiple of 256. Zeros, since padding reads the scratch blocks, and 0 x NaN is NaN."""
+    """Zeroed uint8 [size], its address a multiple of 256. Zeros, since padding reads scratch blocks, and 0 x NaN is NaN."""
     if device.type == "cpu":
         raw = torch.from_numpy(np.zeros(size + _ALIGNMENT, dtype=np.uint8))  # pages are supplied when first used
     else:

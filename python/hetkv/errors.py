@@ -1,7 +1,8 @@
 """The errors of hetkv. Each carries its fields as attributes, and can be pickled.
 
-Every class also derives from the built-in one that says the same more roughly: a caller's mistake is a ``ValueError``, a refusal or
-a state that forbids the call is a ``RuntimeError``. A broken invariant inside hetkv is no exception: the process ends with the rule.
+Every class also derives from the built-in one that says the same more roughly: a caller's mistake is a ``ValueError``, a
+refusal or a state that forbids the call is a ``RuntimeError``. A broken invariant inside hetkv is no exception: the process
+ends with the rule.
 """
 
 from __future__ import annotations

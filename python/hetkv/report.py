@@ -83,9 +83,6 @@ class HitReport:
         return sum(loss.tokens for loss in self.losses if loss.reason == reason and group in (None, loss.group))
 
     def __str__(self) -> str:
-        text = (
-            f"resume at {self.num_recoverable_tokens} of {self.num_prompt_tokens} tokens"
-            f" (hash hit {self.num_hash_hit_tokens})"
-        )
+        text = f"resume at {self.num_recoverable_tokens} of {self.num_prompt_tokens} tokens (hash hit {self.num_hash_hit_tokens})"
         parts = [f"{loss.tokens} {loss.reason}" + (f" in {loss.group}" if loss.group else "") for loss in self.losses]
         return text + ("; lost: " + ", ".join(parts) if parts else "")

@@ -31,8 +31,8 @@ class Sequence:
 
     Counters, in tokens: ``num_tokens`` known >= ``scheduled`` (handed to the device) >= ``settled`` (bytes written).
 
-    One thread at a time: a second one gets RuntimeError. After ``free`` everything but ``report``, ``num_computed_tokens``, ``live``
-    and ``free`` raises ArgumentError, which is a ValueError. Keeps the cache alive. Groups are given by name or id.
+    One thread at a time: a second one gets RuntimeError. After ``free`` everything but ``report``, ``num_computed_tokens``,
+    ``live`` and ``free`` raises ArgumentError, which is a ValueError. Keeps the cache alive. Groups are given by name or id.
 
     Blocks that last belonged to another group are zeroed before this sequence sees them.
     """
@@ -163,9 +163,9 @@ class Sequence:
     def stage_point(self, position: int) -> dict[str, int]:
         """Blocks for the state at ``position``, by group: one for every tail and snapshot group that R(position) asks for.
 
-        Write each with ``Cache.write_block``, then call ``commit_point``. Empty if the policy does not want the point, if nothing is
-        asked for there, or if memory is short: a checkpoint is never worth a refusal. ArgumentError unless ``position`` is a
-        multiple of block_size in (num_computed_tokens, num_tokens].
+        Write each with ``Cache.write_block``, then call ``commit_point``. Empty if the policy does not want the point, if
+        nothing is asked for there, or if memory is short: a checkpoint is never worth a refusal. ArgumentError unless
+        ``position`` is a multiple of block_size in (num_computed_tokens, num_tokens].
         """
         staged = self._core.stage_point(position)
         if not staged:
@@ -183,17 +183,18 @@ class Sequence:
         self._core.commit_point(position, [(self._cache.group_id(group), at) for group, at in state_positions.items()])
 
     def publish(self, upto: int | None = None) -> PublishResult:
-        """Whole blocks below ``upto`` (default: all) that are settled and accepted become matchable, with the points due there."""
+        """Whole blocks below ``upto`` (default: all), settled and accepted, become matchable, with the points due there."""
         return PublishResult(*self._core.publish(upto))
 
     def hashed_prefix(self) -> _core.HashedPrefix:
-        """The keys of its whole blocks: pass it as ``previous=`` of the conversation's next ``admit``, and no token is hashed twice."""
+        """The keys of its whole blocks: as ``previous=`` of the conversation's next ``admit``, no token is hashed twice."""
         return self._core.hashed_prefix()
 
     def free(self, turn_end: bool = True) -> None:
         """Gives everything back. Idempotent.
 
-        turn_end: the turn ended here, so what is settled is published, with the points that the policy keeps for the end of a turn.
+        turn_end: the turn ended here, so what is settled is published, with the points that the policy keeps for the end of a
+        turn.
         """
         self._core.free(turn_end)
 
@@ -208,8 +209,8 @@ class Sequence:
     def block_table(self, group: str | int) -> npt.NDArray[np.int32]:
         """int32 [blocks]: a copy of the group's table, offsets in units of 256 bytes.
 
-        History: one entry per block of the group, row r in entry r // entries_per_block. Window: one per block_size tokens. Blocks
-        that slid out of the window, or were never loaded, are the scratch block. Tail and snapshot: empty.
+        History: one entry per block of the group, row r in entry r // entries_per_block. Window: one per block_size tokens.
+        Blocks that slid out of the window, or were never loaded, are the scratch block. Tail and snapshot: empty.
         """
         return self._core.block_table(self._cache.group_id(group))
 

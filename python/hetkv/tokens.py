@@ -26,8 +26,8 @@ def as_token_ids(tokens: TokenInput, argument: str = "tokens", *, may_be_empty: 
 
     int32 numpy arrays and int32 CPU torch tensors are viewed, not copied: do not change them while a call that took them runs.
     Other integer arrays and tensors, lists and tuples are converted, every id checked to be in 0 ... 2**31 - 1. (The core checks
-    the sign of int32 ids.) ArgumentError, which is a ValueError, names the argument: no or several dimensions, none at all, floats
-    or bools, ids out of range, arrays that are not contiguous, tensors on a device.
+    the sign of int32 ids.) ArgumentError, which is a ValueError, names the argument: no or several dimensions, none at all,
+    floats or bools, ids out of range, arrays that are not contiguous, tensors on a device.
     """
     ids = _as_array(tokens, argument)
     if ids.ndim != 1:
@@ -63,6 +63,8 @@ def _as_array(tokens: TokenInput, argument: str) -> npt.NDArray[Any]:
     device = getattr(tokens, "device", None)
     if device is not None and getattr(device, "type", None) is not None:  # a torch tensor
         if device.type != "cpu":
-            raise ArgumentError(argument, f"a tensor on {device}", "token ids on the CPU: call .cpu() where you can afford to wait")
-        return tokens.detach().numpy()  # type: ignore[union-attr, no-any-return]
+            raise ArgumentError(
+                argument, f"a tensor on {device}", "token ids on the CPU: call .cpu() where you can afford to wait"
+            )
+        return tokens.detach().numpy()  # type: ignore[union-attr]
     raise ArgumentError(argument, f"a {type(tokens).__name__}", "an int32 numpy array, a CPU torch tensor, a list or a tuple")
