@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "base/test_point.h"
+
 namespace hetkv {
 namespace {
 
@@ -20,6 +22,7 @@ bool EvictionQueue::push(const EvictionEntry& entry) {
   for (std::size_t i = 0; i < kShards; ++i) {
     Shard& shard = shards_[(first + i) % kShards];
     if (shard.busy.exchange(true, std::memory_order_acquire)) continue;
+    HETKV_TEST_POINT("queue: in a shard, pushing");
     shard.heap.push_back(entry);
     std::push_heap(shard.heap.begin(), shard.heap.end(), later);
     shard.lowest.store(shard.heap.front().score, std::memory_order_relaxed);
@@ -45,6 +48,7 @@ std::optional<EvictionEntry> EvictionQueue::pop() {
     tried[best] = true;
     Shard& shard = shards_[best];
     if (shard.busy.exchange(true, std::memory_order_acquire)) continue;
+    HETKV_TEST_POINT("queue: in a shard, popping");
     std::optional<EvictionEntry> out;
     if (!shard.heap.empty()) {
       std::pop_heap(shard.heap.begin(), shard.heap.end(), later);

@@ -7,6 +7,7 @@
 
 #include "allocator/recoverability.h"
 #include "base/error.h"
+#include "base/test_point.h"
 
 namespace hetkv {
 namespace {
@@ -212,19 +213,25 @@ std::uint32_t KvAllocator::pin_recoverable(std::span<const std::int32_t> tokens,
     flags.clear();
     const Found found = store_.find_deepest(keys, limit, version, instance.id, &depth);
     if (depth == 0) break;
+    HETKV_TEST_POINT("admit: found, not pinned");
     if (!store_.pin_node(found, keys[depth - 1], version, instance.id, depth)) {
       // Another thread's eviction or recycling won. A node that cannot be pinned at all (65535 pins) is passed by.
       if (++lost_races > 64) limit = depth - 1;
       continue;
     }
     lease.move_to(found.node);
+    HETKV_TEST_POINT("admit: pinned, not gathered");
     const std::uint32_t differs =
         store_.gather(keys.first(depth), tokens.data(), version, instance.id, verify_all_tokens_, [&](std::uint32_t, NodeId node, std::uint8_t f) {
           chain.push_back(node);
+#ifdef HETKV_PLANT_POINTS_UNCHECKED
+          f = 0xFF;
+#endif
           flags.push_back(f);
         });
-    if (differs == 0) break;
+    if (differs == 0 && chain.back() == found.node) break;
     lease.move_to(0);
+    if (differs == 0) continue;  // a quarantine took the pinned chain, and another like it was published
     counters_.add(Counters::kVerifyMismatches);
     limit = differs - 1;
   }
@@ -325,6 +332,10 @@ AdmitResult KvAllocator::admit(std::span<const std::int32_t> tokens, Namespace* 
   const auto known_depth = static_cast<std::uint32_t>(result.report.num_history_tokens / layout_.block_size());
   const std::int64_t resume = std::int64_t{depth} * layout_.block_size();
   const BlockCounts need = need_between(resume, total, chunk, options.live_state);
+  HETKV_TEST_POINT("admit: pinned, not reserved");
+#ifdef HETKV_PLANT_UNPINNED_RESERVATION
+  s.lease_.release();
+#endif
   s.ticket_ = enter(&s.ticket_slot_);
   if (const Refusal refusal = reserve(need, s.ticket_, space, s.charge_)) {
     result.refusal = refusal;
@@ -520,7 +531,7 @@ Refusal KvAllocator::reserve_blocks(const BlockCounts& need, std::uint64_t ticke
       headroom[group.id] = r == Retention::kHistory || r == Retention::kWindow ? 1 : 0;
     }
   }
-  bool swept = false;
+  bool thinned = false;
   for (;;) {
     const ReserveOutcome outcome = arena_.reserve(need, headroom, charge);
     switch (outcome.status) {
@@ -532,29 +543,29 @@ Refusal KvAllocator::reserve_blocks(const BlockCounts& need, std::uint64_t ticke
     }
     const std::uint32_t batch = std::clamp<std::uint32_t>(need[outcome.pool], 1, 16);
     if (make_room(outcome.pool, batch, false)) continue;
-    if (!std::exchange(swept, true)) {
-      store_.sweep_into_queues();
-      if (make_room(outcome.pool, batch, true)) continue;
-    }
+    store_.sweep_into_queues();
+    if (make_room(outcome.pool, batch, true)) continue;
+    if (!std::exchange(thinned, true) && thin_out(outcome.pool)) continue;
     counters_.add(Counters::kRefusedNoRoom);
     return {Refusal::Cause::kNoRoom, outcome.pool, bytes_of(need), arena_.bytes()};
   }
 }
 
-// Evicts something that helps `pool`: its own kind first, then a whole slab of another pool, then what drains one.
+// Evicts something that helps `pool`: its own kind first, then a whole slab of another pool.
 bool KvAllocator::make_room(PoolId pool, std::uint32_t blocks, bool after_sweep) {
   const PoolSpec& spec = layout_.pools()[pool];
   const Group& group = layout_.group(spec.group);
   std::uint32_t evicted = 0;
   if (!spec.ring && group.history_slot >= 0) {
-    while (evicted < blocks && store_.evict_coldest_history(false)) ++evicted;
+    while (evicted < blocks && store_.evict_coldest_history(after_sweep)) ++evicted;
   } else if (!spec.ring && group.point_slot >= 0) {
-    while (evicted < blocks && store_.evict_coldest_point(static_cast<std::uint32_t>(group.point_slot), false)) ++evicted;
+    while (evicted < blocks && store_.evict_coldest_point(static_cast<std::uint32_t>(group.point_slot), after_sweep)) ++evicted;
   }
-  if (evicted > 0) return true;
-  if (reclaim_slab(pool)) return true;
-  if (!after_sweep) return false;
-  // No slab can be emptied at once: thin out pools that may give one, coldest first, until one is.
+  return evicted > 0 || reclaim_slab(pool);
+}
+
+// No slab can be emptied at once: thins out a pool that may give one, coldest first.
+bool KvAllocator::thin_out(PoolId pool) {
   for (const GroupId id : layout_.point_groups()) {
     if (id != pool && arena_.may_steal(id, pool) && store_.evict_coldest_point(static_cast<std::uint32_t>(layout_.group(id).point_slot), false)) return true;
   }
@@ -609,7 +620,9 @@ std::uint64_t KvAllocator::evict(ObjectKind kind, std::uint64_t blocks) {
   std::uint64_t gone = 0;
   bool history_done = false;
   for (const Group& group : layout_.groups()) {
+#ifndef HETKV_PLANT_EVICT_ANY_KIND
     if (group.spec.kind != kind) continue;
+#endif
     if (group.point_slot >= 0) {
       const auto set = static_cast<std::uint32_t>(group.point_slot);
       while (gone < blocks && store_.evict_coldest_point(set, false)) ++gone;

@@ -153,6 +153,7 @@ class KvAllocator {
   Refusal reserve(const BlockCounts& need, std::uint64_t ticket, Namespace* space, Charge& charge);
   Refusal make_quota(std::uint64_t bytes, Namespace* space);
   bool make_room(PoolId pool, std::uint32_t blocks, bool after_sweep);
+  bool thin_out(PoolId pool);
   bool reclaim_slab(PoolId to);
   bool drain_slab(std::uint32_t slab);
   std::uint64_t bytes_of(const BlockCounts& counts) const;

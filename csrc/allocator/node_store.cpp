@@ -23,6 +23,7 @@ NodeId NodeStore::allocate() {
 }
 
 void NodeStore::release(NodeId id) {
+  header(id).parent.store(0, std::memory_order_relaxed);  // its next filler is nobody's child before it says so
   std::uint64_t head = free_head_.load(std::memory_order_relaxed);
   for (;;) {
     header(id).next_free.store(static_cast<NodeId>(head), std::memory_order_relaxed);

@@ -4,6 +4,7 @@
 #include <bit>
 
 #include "base/check.h"
+#include "base/test_point.h"
 
 namespace hetkv {
 namespace {
@@ -34,6 +35,9 @@ ObjectStore::~ObjectStore() {
 
 bool ObjectStore::same_identity(NodeId node, const Key128& key, VersionId version, std::uint32_t space) const {
   const NodeHeader& h = store_.header(node);
+#ifdef HETKV_PLANT_NO_VERSION
+  version = h.version.load(std::memory_order_relaxed);
+#endif
   return h.key_low.load(std::memory_order_relaxed) == key.low && h.key_high.load(std::memory_order_relaxed) == key.high &&
          h.version.load(std::memory_order_relaxed) == version && h.space.load(std::memory_order_relaxed) == space;
 }
@@ -77,6 +81,9 @@ Found ObjectStore::find_deepest(std::span<const Key128> keys, std::uint32_t limi
 // --- pins ---
 
 bool ObjectStore::pin_node(const Found& found, const Key128& key, VersionId version, std::uint32_t space, std::uint32_t depth) {
+#ifdef HETKV_PLANT_PIN_UNCHECKED
+  return store_.history(found.node).pin(store_.history(found.node).load().gen()) == Transition::kDone;
+#endif
   if (store_.history(found.node).pin(found.gen) != Transition::kDone) return false;
   if (same_identity(found.node, key, version, space) &&
       store_.header(found.node).depth.load(std::memory_order_relaxed) == depth) {
@@ -90,7 +97,7 @@ void ObjectStore::pin_node_again(NodeId node) {
   HETKV_CHECK(store_.history(node).pin_again() == Transition::kDone, "more than 65535 pins on one node");
 }
 
-void ObjectStore::unpin_node(NodeId node) { after_history_release(node, store_.history(node).unpin()); }
+void ObjectStore::unpin_node(NodeId node) { release_history(node, &ObjectControl::unpin); }
 
 bool ObjectStore::pin_point(NodeId node, std::uint32_t set) {
   ObjectControl control = store_.point(node, set);
@@ -108,20 +115,23 @@ void ObjectStore::unpin_point(NodeId node, std::uint32_t set) {
 }
 
 // Climbs iteratively: reaping a broken chain must not recurse to its depth.
-void ObjectStore::after_history_release(NodeId node, Released released) {
+void ObjectStore::release_history(NodeId node, Released (ObjectControl::*release)()) {
   while (node != 0) {
+    ObjectControl control = store_.history(node);
+    // Read while the caller's pin or child count still holds the node: after it, another may reap and recycle it.
+    const std::uint32_t gen = control.load().gen();
+    const NodeId parent = store_.header(node).parent.load(std::memory_order_relaxed);
+    const Released released = (control.*release)();
     if (released == Released::kLastOfSealed) {
       enqueue_history(node);
       return;
     }
     if (released != Released::kReapBroken) return;
-    ObjectControl control = store_.history(node);
-    const NodeId parent = store_.header(node).parent.load(std::memory_order_relaxed);
-    if (control.begin_evict(control.load().gen()) != Transition::kDone) return;  // another reaper was first
+    HETKV_TEST_POINT("release: to reap");
+    if (control.begin_evict(gen) != Transition::kDone) return;  // another reaper was first
     finish_evict_node(node);
-    if (parent == 0) return;
-    released = store_.history(parent).drop_kid();
     node = parent;
+    release = &ObjectControl::drop_kid;
   }
 }
 
@@ -162,6 +172,7 @@ PublishStatus ObjectStore::publish_node(const NodeContent& content, NodeId* node
     return give_up(PublishStatus::kBusy);
   }
   PublishStatus status = PublishStatus::kPublished;
+  HETKV_TEST_POINT("publish: writer bit held");
   index_.visit(content.key, [&](const PrefixIndex::Entry& entry) {
     if (!same_identity(entry.node, content.key, content.version, content.space)) return false;
     ObjectControl other = store_.history(entry.node);
@@ -194,17 +205,25 @@ PublishStatus ObjectStore::publish_node(const NodeContent& content, NodeId* node
     return give_up(status);
   }
 
+  HETKV_TEST_POINT("publish: no equal node");
   if (content.parent != 0) {
     const Transition t = store_.history(content.parent).add_kid();
     if (t != Transition::kDone) return give_up(t == Transition::kFull ? PublishStatus::kBusy : PublishStatus::kParentBroken);
   }
+  HETKV_TEST_POINT("publish: before the seal");
+#ifdef HETKV_PLANT_BLIND_SEAL
+  h.word.store(ObjectWord::make(ObjectState::kSealed, 0, 1, 0, gen).bits);
+  if (false) {
+#else
   if (control.seal(gen) != Transition::kDone) {
+#endif
     // A quarantine marked the node. It stays the filler's to undo, child count last.
     HETKV_CHECK(control.abandon_fill(gen) == Transition::kDone, "an unpublished node was taken from its filler");
-    if (content.parent != 0) after_history_release(content.parent, store_.history(content.parent).drop_kid());
+    release_history(content.parent, &ObjectControl::drop_kid);
     store_.release(id);
     return PublishStatus::kParentBroken;
   }
+  HETKV_TEST_POINT("publish: sealed, not inserted");
   HETKV_CHECK(index_.insert(*writer, content.key, id, 0), "the index has fewer slots than nodes");
   for (std::uint32_t slot = 0; slot < store_.history_groups(); ++slot) {
     if (content.history_refs[slot] != kNoBlock) arena_.set_owner(Block{content.history_refs[slot], layout_.history_groups()[slot]}, id);
@@ -222,6 +241,7 @@ bool ObjectStore::publish_point(NodeId node, std::uint32_t set, std::uint32_t bl
   std::uint32_t gen = 0;
   if (control.begin_fill(&gen) != Transition::kDone) return false;  // another's is there, or is going
   if (content.canonical) control.set_flags(kCanonicalFlag, 0);
+  HETKV_TEST_POINT("publish: point is filling");
   NodeHeader& h = store_.header(node);
   store_.point_ref(node, set) = block;
   store_.point_use(node, set).store(inflation_[set].load(std::memory_order_relaxed), std::memory_order_relaxed);
@@ -254,9 +274,16 @@ void ObjectStore::refresh_flags(NodeId node) {
 
 bool ObjectStore::evict_node(NodeId node, std::uint32_t gen) {
   const NodeId parent = store_.header(node).parent.load(std::memory_order_relaxed);
+#ifdef HETKV_PLANT_KID_FIRST
+  if (parent != 0) store_.history(parent).drop_kid();
+#endif
+  HETKV_TEST_POINT("evict: before the claim");
   if (store_.history(node).begin_evict(gen) != Transition::kDone) return false;
+  HETKV_TEST_POINT("evict: claimed");
   finish_evict_node(node);
-  if (parent != 0) after_history_release(parent, store_.history(parent).drop_kid());
+#ifndef HETKV_PLANT_KID_FIRST
+  release_history(parent, &ObjectControl::drop_kid);
+#endif
   return true;
 }
 
@@ -271,7 +298,7 @@ void ObjectStore::finish_evict_node(NodeId node) {
     const ObjectWord w = point.load();
     // Nobody pins a point without a pin on its node or below it (protocol.md invariant 4); another evictor may be at it.
     if (point.begin_evict(w.gen()) == Transition::kDone) {
-      drop_point_block(node, s);
+      drop_point_block(node, s, h.space.load(std::memory_order_relaxed));
       point.finish_evict();
     }
   }
@@ -298,10 +325,9 @@ void ObjectStore::finish_evict_node(NodeId node) {
   store_.release(node);
 }
 
-void ObjectStore::drop_point_block(NodeId node, std::uint32_t set) {
+void ObjectStore::drop_point_block(NodeId node, std::uint32_t set, std::uint32_t space) {
   const GroupId group = layout_.point_groups()[set];
   const std::uint32_t ref = store_.point_ref(node, set);
-  const std::uint32_t space = store_.header(node).space.load(std::memory_order_relaxed);
   arena_.drop(Block{ref, group});
   spaces_.of_instance(space)->used_bytes.fetch_sub(static_cast<std::int64_t>(layout_.group(group).block_bytes), std::memory_order_relaxed);
   counters_.points_evicted[set].fetch_add(1, std::memory_order_relaxed);
@@ -309,8 +335,11 @@ void ObjectStore::drop_point_block(NodeId node, std::uint32_t set) {
 
 bool ObjectStore::evict_point(NodeId node, std::uint32_t set, std::uint32_t gen) {
   ObjectControl control = store_.point(node, set);
+  // Before the claim: once the point is EVICTING its node may go, and its record serve another namespace.
+  const std::uint32_t space = store_.header(node).space.load(std::memory_order_relaxed);
   if (control.begin_evict(gen) != Transition::kDone) return false;
-  drop_point_block(node, set);
+  HETKV_TEST_POINT("evict: point claimed");
+  drop_point_block(node, set, space);
   control.finish_evict();
   refresh_flags(node);
   return true;
@@ -363,7 +392,6 @@ void ObjectStore::enqueue_point(NodeId node, std::uint32_t set) {
 }
 
 bool ObjectStore::evict_coldest_history(bool after_sweep) {
-  if (after_sweep) sweep_into_queues();
   while (const auto entry = history_queue_.pop()) {
     NodeHeader& h = store_.header(entry->node);
     // The bit goes first: a release that comes after sees it clear and queues the object anew.
@@ -376,11 +404,14 @@ bool ObjectStore::evict_coldest_history(bool after_sweep) {
     }
     if (evict_node(entry->node, w.gen())) return true;
   }
+  for (NodeId id = 1; after_sweep && id < store_.high_water(); ++id) {
+    const ObjectWord w = store_.history(id).load();
+    if (w.state() == ObjectState::kSealed && w.pins() == 0 && w.kids() == 0 && evict_node(id, w.gen())) return true;
+  }
   return false;
 }
 
 bool ObjectStore::evict_coldest_point(std::uint32_t set, bool after_sweep) {
-  if (after_sweep) sweep_into_queues();
   const auto bit = static_cast<std::uint16_t>(1U << set);
   while (const auto entry = point_queues_[set].pop()) {
     store_.header(entry->node).queued.fetch_and(static_cast<std::uint16_t>(~bit), std::memory_order_acq_rel);
@@ -397,6 +428,10 @@ bool ObjectStore::evict_coldest_point(std::uint32_t set, bool after_sweep) {
       }
       return true;
     }
+  }
+  for (NodeId id = 1; after_sweep && id < store_.high_water(); ++id) {
+    const ObjectWord w = store_.point(id, set).load();
+    if (w.state() == ObjectState::kSealed && w.pins() == 0 && evict_point(id, set, w.gen())) return true;
   }
   return false;
 }
@@ -481,6 +516,7 @@ std::uint64_t ObjectStore::quarantine_node(NodeId node, std::uint32_t gen, LossR
     return true;
   };
   if (!take(node, gen)) return 0;
+  HETKV_TEST_POINT("quarantine: marked");
   std::uint64_t marked = 1;
   // Broken parents take no children, so this ends.
   for (bool more = true; more;) {

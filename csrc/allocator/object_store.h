@@ -96,8 +96,8 @@ class ObjectStore {
   bool point_ok(NodeId node, std::uint32_t set) const { return store_.point(node, set).load().state() == ObjectState::kSealed; }
 
   // Under a pin on the node at depth keys.size(): every ancestor's node id, flags and references, and a comparison of tokens
-  // (all blocks, or only the deepest). Returns the shallowest depth whose tokens differ, or 0. `each(depth, node, flags)` is called
-  // for every depth in order.
+  // (all blocks, or only the deepest). Returns the shallowest depth whose tokens or parent differ, or 0. `each(depth, node, flags)`
+  // is called for every depth in order. The chain is the pinned one only if its last node is: the caller compares.
   template <class Each>
   std::uint32_t gather(std::span<const Key128> keys, const std::int32_t* tokens, VersionId version, std::uint32_t space,
                        bool compare_all, Each&& each) const;
@@ -109,7 +109,8 @@ class ObjectStore {
   bool publish_point(NodeId node, std::uint32_t set, std::uint32_t block, const PointContent& content);
 
   // --- eviction ---
-  // Evicts the coldest history leaf / point object of a set. False if there is no victim now. `swept`: after a full sweep.
+  // Evicts the coldest history leaf / point object of a set. False if there is no victim now. `after_sweep`: if the queues yield
+  // none, takes any that it meets; O(nodes). What a stopped thread keeps in a queue's shard is found that way.
   bool evict_coldest_history(bool after_sweep);
   bool evict_coldest_point(std::uint32_t set, bool after_sweep);
   bool evict_node(NodeId node, std::uint32_t gen);
@@ -156,8 +157,9 @@ class ObjectStore {
   }
   bool same_identity(NodeId node, const Key128& key, VersionId version, std::uint32_t space) const;
   void finish_evict_node(NodeId node);
-  void drop_point_block(NodeId node, std::uint32_t set);
-  void after_history_release(NodeId node, Released released);
+  void drop_point_block(NodeId node, std::uint32_t set, std::uint32_t space);
+  // Takes one pin or child count off `node`, and does what is due then, up the chain. 0 does nothing.
+  void release_history(NodeId node, Released (ObjectControl::*release)());
   void refresh_flags(NodeId node);
   void enqueue_history(NodeId node);
   void enqueue_point(NodeId node, std::uint32_t set);
@@ -195,6 +197,7 @@ std::uint32_t ObjectStore::gather(std::span<const Key128> keys, const std::int32
   const std::size_t n = keys.size();
   const std::size_t block_size = layout_.block_size();
   std::array<PrefixIndex::Entry, 2 * kAhead> window;
+  NodeId above = 0;
   auto resolve = [&](std::size_t i) {
     PrefixIndex::Entry entry;
     index_.visit(keys[i], [&](const PrefixIndex::Entry& e) {
@@ -215,6 +218,9 @@ std::uint32_t ObjectStore::gather(std::span<const Key128> keys, const std::int32
       if (found.node == 0) return static_cast<std::uint32_t>(i + 1);  // a quarantine is taking the chain away
       entry = {found.node, found.flags};
     }
+    // Only a chain of parents is covered by the pin: beside a quarantine an equal node, published anew, may stand in for ours.
+    if (store_.header(entry.node).parent.load(std::memory_order_relaxed) != above) [[unlikely]] return static_cast<std::uint32_t>(i + 1);
+    above = entry.node;
     if (compare_all || i + 1 == n) {
       const std::span<const std::int32_t> stored = store_.tokens(entry.node);
       if (__builtin_memcmp(stored.data(), tokens + i * block_size, block_size * sizeof(std::int32_t)) != 0) [[unlikely]] {

@@ -10,6 +10,9 @@ PrefixIndex::PrefixIndex(std::uint32_t max_nodes) : buckets_(std::max<std::size_
 std::optional<PrefixIndex::Writer> PrefixIndex::try_write(const Key128& key) {
   std::atomic<std::uint32_t>& bit = buckets_[home(key)].writer;
   std::uint32_t clear = 0;
+#ifdef HETKV_PLANT_NO_WRITER_BIT
+  return Writer(&bit);
+#endif
   if (!bit.compare_exchange_strong(clear, 1, std::memory_order_acquire, std::memory_order_relaxed)) return std::nullopt;
   return Writer(&bit);
 }

@@ -5,6 +5,7 @@
 
 #include "allocator/kv_allocator.h"
 #include "base/error.h"
+#include "base/test_point.h"
 
 namespace hetkv {
 
@@ -198,6 +199,10 @@ void Sequence::restart_from_settled() {
 bool Sequence::window_needs(const Group& group, std::size_t index) const {
   const auto end = static_cast<std::int64_t>(index + 1) * block_size_;
   const std::int64_t rows = std::int64_t{group.spec.window} - 1;
+#ifdef HETKV_PLANT_SLIDE_ON_SCHEDULED
+  if (end > scheduled_ - rows) return true;
+  if (true) return false;
+#endif
   if (end > safe_upto() - rows) return true;
   for (const PendingPoint& point : pending_) {
     const std::int64_t p = std::int64_t{point.depth} * block_size_;
@@ -349,7 +354,9 @@ void Sequence::commit_point(std::int64_t position, GroupId group, std::int64_t s
   if (group >= layout.groups().size()) throw ArgumentError("group", std::to_string(group), "a group of the layout");
   const Group& g = layout.group(group);
   require_route(g.spec.kind, Operation::kPublishPoint);
+#ifndef HETKV_PLANT_NO_POSITION_PROOF
   if (state_position != position) throw PositionError(g.spec.name, position, state_position);
+#endif
   PendingPoint* point = position % block_size_ == 0 ? find_pending(static_cast<std::uint32_t>(position / block_size_)) : nullptr;
   const std::uint32_t bit = g.point_slot >= 0 ? 1U << g.point_slot : 0;
   if (point == nullptr || (point->needed_sets & bit) == 0) {
@@ -390,6 +397,9 @@ bool Sequence::publish_history(std::uint32_t depth, PublishOutcome* outcome) {
   content.history_refs = std::span(refs.data(), history.size());
   content.canonical = depth <= canonical_depth_ && (content.parent == 0 || store.node_canonical(content.parent));
   NodeId node = 0;
+#ifdef HETKV_PLANT_UNPINNED_PARENT
+  lease_.move_to(0);
+#endif
   PublishStatus status = store.publish_node(content, &node);
   if (status == PublishStatus::kNoNode && store.evict_coldest_history(false)) status = store.publish_node(content, &node);
   switch (status) {
@@ -538,6 +548,7 @@ void Sequence::free(bool turn_end) {
   }
   point_blocks_.fill(-1);
   live_blocks_.fill(-1);
+  HETKV_TEST_POINT("free: blocks returned, pins held");
   lease_.release();
   charge_.release();
   space_->used_bytes.fetch_sub(held_bytes_, std::memory_order_relaxed);  // the credits
