@@ -47,9 +47,9 @@ void copy_runs(const RowCopyParams& params, const Run* runs, int num_runs, std::
   }
 }
 
-// Tiles of rows, then layers, then the runs of the tile. A tile of a whole block is one piece of the arena for all layers; layer by
-// layer over everything would come back to every block's pages for each layer, row by row would jump between layers that often
-// collide in the cache.
+// Tiles of rows, then layers, then the runs of the tile. A tile of a whole block is one piece of the arena for all layers; layer
+// by layer over everything would come back to every block's pages for each layer, row by row would jump between layers that
+// often collide in the cache.
 template <Direction kDirection>
 void copy_rows(const RowCopyParams& params, std::int64_t begin, std::int64_t end) noexcept {
   std::array<Run, kTileRows> runs;
