@@ -1,4 +1,4 @@
-# What every target of hetkv shares: warnings, the planted fault, and the list of sources.
+# What every target of hetkv shares: warnings and the planted fault.
 
 find_package(Threads REQUIRED)
 
@@ -27,17 +27,4 @@ function(hetkv_target target)
       endif()
     endforeach()
   endif()
-endfunction()
-
-# hetkv_sources(out file...): the listed files that exist. Only while the first files appear; then the lists become plain.
-function(hetkv_sources out)
-  set(present)
-  foreach(source IN LISTS ARGN)
-    if(EXISTS "${CMAKE_CURRENT_SOURCE_DIR}/${source}")
-      list(APPEND present ${source})
-    else()
-      message(STATUS "hetkv: ${source} is listed but not there yet")
-    endif()
-  endforeach()
-  set(${out} ${present} PARENT_SCOPE)
 endfunction()

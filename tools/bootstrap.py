@@ -59,10 +59,14 @@ def say(text: str) -> None:
     print(f"[hetkv] {text}", flush=True)
 
 
-def run(*command: str | Path, env: dict[str, str] | None = None) -> None:
-    """Runs a command with its output on the terminal. Exits with its name if it fails."""
-    result = subprocess.run([str(part) for part in command], cwd=ROOT, env=env, check=False)
+def run(*command: str | Path, env: dict[str, str] | None = None, log: str | None = None) -> None:
+    """Runs a command with its output on the terminal, or in .stamps/`log`. Exits with its name and that log if it fails."""
+    file = (STAMPS / log).open("w") if log else None
+    with file or contextlib.nullcontext():
+        result = subprocess.run([str(part) for part in command], cwd=ROOT, env=env, check=False, stdout=file, stderr=file)
     if result.returncode != 0:
+        if log:
+            print((STAMPS / log).read_text(), file=sys.stderr)
         sys.exit(f"[hetkv] failed ({result.returncode}): {' '.join(str(part) for part in command)}")
 
 
@@ -142,8 +146,6 @@ def missing_system_packages(level: str) -> list[str]:
         missing.append("libxxhash-dev")
     if level in ("test", "ci") and not Path("/usr/src/googletest/CMakeLists.txt").is_file():
         missing.append("googletest")
-    if level in ("bench", "ci") and not compiles("#include <benchmark/benchmark.h>"):
-        missing.append("libbenchmark-dev")
     return missing
 
 
@@ -160,8 +162,8 @@ def system_packages(level: str) -> None:
             sys.exit(f"[hetkv] system packages are missing; paste this, then try again:\n  sudo {line}")
         environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
         with step(f"Installing system packages: {' '.join(missing)}"):
-            run("apt-get", "update", "-qq", env=environment)
-            run(*line.split(), "-qq", "-o", "Dpkg::Use-Pty=0", env=environment)
+            run("apt-get", "update", "-qq", env=environment, log="apt.log")
+            run(*line.split(), "-qq", "-o", "Dpkg::Use-Pty=0", env=environment, log="apt.log")
         importlib.invalidate_caches()
         left = missing_system_packages(level)
         if left:
