@@ -132,13 +132,15 @@ class StateAdapter(ABC):
         """Everything that resuming at the cache's present length needs, R(length)."""
         position = self.length(cache)
         state: PrefixState = {}
+        if position == 0:  # nothing was ever written, so nothing is needed
+            return state
         for group in self.groups:
             begin, end = group.need(position)
             if group.retention is Retention.HISTORY:
                 state[group.name] = self.export_history(cache, group, begin, end)
             elif group.retention is Retention.WINDOW:
                 state[group.name] = self.export_window(cache, group, begin, end)
-            elif position > 0:
+            else:
                 state[group.name] = self.export_point(cache, group)
         return state
 

@@ -31,8 +31,9 @@ class TurnResult:
     """One request, answered through hetkv and compared with plain runs.
 
     difference_schedule: largest logit difference to the run of the same schedule; exactly 0.0 is right. difference_cold: to a
-    cold prefill. Both over every token from the resume point to the end of the answer. computed: tokens of the prompt that the
-    embedding layer saw. expected_reason: set for provocations.
+    cold prefill. Both over every token from the resume point to the end of the answer. computed_tokens: tokens of the prompt that
+    the embedding layer saw. expected_reason: the loss that a provocation must cause, "" if it must cause none, None for a turn of
+    the load. recoverable_before: what the prompt could resume just before a provocation.
     """
 
     label: str
@@ -51,7 +52,7 @@ class TurnResult:
     cold_ms: float
     warm_ms: float
     expected_reason: str | None = None
-    recoverable_before: int | None = None
+    recoverable_before: int = 0
     problems: list[str] = field(default_factory=list)
 
     def judge(self) -> None:
@@ -71,16 +72,17 @@ class TurnResult:
         self._judge_provocation()
 
     def _judge_provocation(self) -> None:
-        if self.expected_reason is None or self.recoverable_before is None:
+        if self.expected_reason is None:
             return
-        if self.expected_reason == "none":
-            if self.recoverable_tokens < self.recoverable_before:
-                self.problems.append(f"recovers {self.recoverable_tokens}, not {self.recoverable_before} tokens again")
-            return
-        if self.expected_reason not in {loss.reason for loss in self.losses}:
-            self.problems.append(f"no loss {self.expected_reason!r} reported")
-        if self.recoverable_tokens >= self.recoverable_before:
-            self.problems.append(f"the hit did not shrink from {self.recoverable_before}")
+        reasons = {loss.reason for loss in self.losses}
+        if not self.expected_reason:
+            if foreign := reasons & {"model_version", "abi", "layout"}:
+                self.problems.append(f"still loses tokens to {', '.join(sorted(foreign))}")
+        elif self.recoverable_before:  # with no hit to begin with there is nothing to shrink
+            if self.expected_reason not in reasons:
+                self.problems.append(f"no loss {self.expected_reason!r} reported")
+            if self.recoverable_tokens >= self.recoverable_before:
+                self.problems.append(f"the hit did not shrink from {self.recoverable_before}")
 
     @property
     def ok(self) -> bool:

@@ -18,6 +18,8 @@ from .results import LostTokens, TurnResult
 from .workload import ANSWER_TOKENS
 
 BLOCK_SIZE = 64
+ALIGNMENT = 128
+"""Bytes; what the demo declares for its window kernels."""
 
 Progress = Callable[[str], None]
 """Told in a few words what is being computed now."""
@@ -39,12 +41,14 @@ class ServedModel:
         self.cache: hetkv.Cache = hetkv.Cache(
             layout, capacity=capacity, model_version="w0", abi={"window_attention": 1, "compressor": 1}
         )
+        self.cache.declare_alignment("window_attention", ALIGNMENT)
         self.prefixes = PrefixCache(self.model, self.cache)
         self.adapter = self.prefixes.adapter
         self.runner = Runner(self.model, BLOCK_SIZE)
         self._counter = TokenCounter(self.model)
         self._references: dict[str, References] = {}
         self.version = "w0"
+        self.last_answer: list[int] = []
 
     @property
     def references(self) -> References:
@@ -57,8 +61,11 @@ class ServedModel:
         self.cache.set_model_version(version)
         self.version = version
 
-    def answer(self, prompt: Sequence[int], label: str) -> TurnResult:
-        """Answers `prompt` through hetkv, cold, and where it differs on the schedule that made the resumed state."""
+    def answer(self, prompt: Sequence[int], label: str, *, expected_reason: str | None = None, hit_before: int = 0) -> TurnResult:
+        """Answers `prompt` through hetkv, cold, and where it differs on the schedule that made the resumed state.
+
+        expected_reason, hit_before: of a provocation; see `TurnResult`.
+        """
         self._progress(f"{label}: through hetkv")
         warm, restored, report, computed = self._warm(prompt)
         self._progress(f"{label}: cold")
@@ -84,6 +91,8 @@ class ServedModel:
             warm_first_token_ms=warm.first_token_seconds * 1e3,
             cold_ms=cold.seconds * 1e3,
             warm_ms=warm.seconds * 1e3,
+            expected_reason=expected_reason,
+            recoverable_before=hit_before,
         )
         result.judge()
         self.last_answer = warm.tokens

@@ -1,0 +1,125 @@
+"""`hetkv demo`: a multi-turn load on tiny models, every answer checked against plain runs, and the usual faults provoked."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import hetkv
+
+from .display import LEGEND, Display
+from .models import MODEL_NAMES
+from .provocations import Provocations
+from .results import ModelResult
+from .serving import ServedModel
+from .tokenizer import Tokenizer
+from .workload import Workload
+
+DEFAULT_TURNS = 10
+# Less than what the load would fill, so that eviction is at work.
+_DEFAULT_CAPACITY = {"deepseek_v4": "2MiB", "gpt_oss": "3MiB", "gemma3": "3MiB"}
+_THREADS = 1  # the models are tiny: a second thread costs more than it saves, and one thread is the same on every machine
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """What was asked for. capacity: bytes of each model's arena as text, None for the models' own defaults."""
+
+    models: tuple[str, ...] = MODEL_NAMES
+    turns: int = DEFAULT_TURNS
+    capacity: str | None = None
+    seed: int = 0
+    json_path: Path | None = None
+
+
+def run_demo(options: DemoOptions) -> int:
+    """Runs the demo and prints it. Returns the exit status: 0 if every output was as promised, else 1."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    torch.set_num_threads(_THREADS)
+    display = Display()
+    tokenizer = Tokenizer()
+    display.line(
+        f"hetkv {hetkv.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, seed {options.seed}"
+    )
+    display.line(LEGEND, "dim")
+    started = time.perf_counter()
+    results = [_run_model(name, tokenizer, options, display) for name in options.models]
+    _summarise(results, time.perf_counter() - started, display)
+    if options.json_path is not None:
+        options.json_path.write_text(json.dumps(_document(options, results), indent=1) + "\n")
+        display.line(f"Written: {options.json_path}")
+    return 0 if all(result.ok for result in results) else 1
+
+
+def _run_model(name: str, tokenizer: Tokenizer, options: DemoOptions, display: Display) -> ModelResult:
+    started = time.perf_counter()
+    capacity = options.capacity or _DEFAULT_CAPACITY[name]
+    served = ServedModel(name, tokenizer.vocabulary, options.seed, capacity, display.progress)
+    result = ModelResult(name, served.cache.arena.numel())
+    workload = Workload(tokenizer, options.seed)
+    prompt: list[int] = []
+    with display.section(f"{name}: {options.turns} turns, arena of {capacity}"):
+        for _ in range(options.turns):
+            turn = workload.next_turn()
+            row = served.answer(turn.prompt, turn.label)
+            turn.finish(served.last_answer)
+            prompt = turn.prompt
+            result.turns.append(row)
+            display.row(row)
+    result.stats = served.cache.stats()
+    display.line(_load_line(result))
+    provocations = Provocations(served, prompt)
+    with display.section(f"{name}: the same prompt again, with faults provoked"):
+        for row in provocations.run():
+            result.provocations.append(row)
+            display.row(row)
+    result.sensitivity = list(provocations.sensitivity())
+    display.sensitivity(result.sensitivity)
+    result.seconds = time.perf_counter() - started
+    return result
+
+
+def _load_line(result: ModelResult) -> str:
+    """One line about the load: tokens asked, reused and lost, and what was evicted."""
+    prompt = sum(row.prompt_tokens for row in result.turns)
+    hashed = sum(row.hash_hit_tokens for row in result.turns)
+    reused = sum(row.recoverable_tokens for row in result.turns)
+    evicted = {kind: count for kind, count in result.stats["evictions"].items() if count}
+    text = ", ".join(f"{count} {kind}" for kind, count in evicted.items()) or "nothing"
+    return f"{prompt} prompt tokens, {hashed} hash hits, {reused} recovered and not computed again; evicted objects: {text}"
+
+
+def _summarise(results: list[ModelResult], seconds: float, display: Display) -> None:
+    display.line("")
+    for result in results:
+        rows = [*result.turns, *result.provocations]
+        bad = sum(not row.ok for row in rows) + sum(not item.ok for item in result.sensitivity)
+        schedule = max(row.difference_schedule for row in rows)
+        cold = max(row.difference_cold for row in rows)
+        first = [sum(getattr(row, name) for row in rows) for name in ("cold_first_token_ms", "warm_first_token_ms")]
+        verdict = "all outputs as promised" if not bad else f"{bad} NOT AS PROMISED"
+        display.line(
+            f"{result.model}: {len(rows)} answers, {verdict}; largest logit difference {schedule:.1e} (same schedule), "
+            f"{cold:.1e} (cold); first token {first[0]:.0f} ms cold, {first[1]:.0f} ms warm in all; {result.seconds:.0f} s",
+            "bold red" if bad else "bold",
+        )
+    display.line(f"{seconds:.0f} s in all")
+
+
+def _document(options: DemoOptions, results: list[ModelResult]) -> dict[str, Any]:
+    return {
+        "hetkv": hetkv.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "turns": options.turns,
+        "seed": options.seed,
+        "ok": all(result.ok for result in results),
+        "models": [result.to_json() for result in results],
+    }
