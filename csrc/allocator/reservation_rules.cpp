@@ -28,16 +28,15 @@ SlabPlan ReservationRules::check(const ReservationNumbers& now, const BlockCount
     const PoolGeometry& pool = pools_[p];
     const std::uint64_t after = now.used[p] + need[p];
     const std::uint64_t wanted = after + headroom[p];
-    const std::uint64_t full = slabs_for(wanted, pool.blocks_per_slab), bare = slabs_for(after, pool.blocks_per_slab);
-    const std::uint64_t extra = full > now.owned[p] ? full - now.owned[p] : 0;
-    // A grant is bounded by the slabs there are; more is refused below, so the narrower type is enough.
-    plan.grant[p] = static_cast<std::uint32_t>(bare > now.owned[p] ? bare - now.owned[p] : 0);
-    plan.grants += bare > now.owned[p] ? bare - now.owned[p] : 0;
-#ifdef HETKV_PLANT_NO_CREDIT_CHECK
-    plan.surplus[p] = now.owned[p];
-#else
-    plan.surplus[p] = now.owned[p] > full ? now.owned[p] - full : 0;
-#endif
+    std::uint64_t extra = 0;
+    plan.grant[p] = 0;
+    if (wanted > now.owned[p] * pool.blocks_per_slab) {  // divisions only where slabs are short
+      extra = slabs_for(wanted, pool.blocks_per_slab) - now.owned[p];
+      const std::uint64_t bare = std::max(slabs_for(after, pool.blocks_per_slab), now.owned[p]) - now.owned[p];
+      // What does not fit the narrower type is more than there are slabs, and refused below.
+      plan.grant[p] = static_cast<std::uint32_t>(bare);
+      plan.grants += bare;
+    }
     if (extra > 0 && !lacking) {
       plan.pool = static_cast<PoolId>(p);
       lacking = true;
@@ -54,14 +53,21 @@ SlabPlan ReservationRules::check(const ReservationNumbers& now, const BlockCount
     if (bytes[k] <= limits_[k].cap_bytes) continue;
     plan.verdict = SlabPlan::Verdict::kShort;
     for (std::size_t p = num_pools_; p-- > 0;)
-      if (index(pools_[p].kind) == k && need[p] + headroom[p] > 0) plan.pool = static_cast<PoolId>(p);
+      if (index(pools_[p].kind) == k && (need[p] > 0 || headroom[p] > 0)) plan.pool = static_cast<PoolId>(p);
     return plan;
   }
   // Granting `extra` slabs one by one, each only to a kind below its floor or from free slabs above all unfilled floors, succeeds
   // exactly if the free slabs left cover the floors left.
-  if (extra_all > 0 && extra_all + unfilled > now.free_slabs) {
-    plan.verdict = SlabPlan::Verdict::kStealFirst;
-    plan.missing = extra_all + unfilled - now.free_slabs;
+  if (extra_all == 0 || extra_all + unfilled <= now.free_slabs) return plan;
+  plan.verdict = SlabPlan::Verdict::kStealFirst;
+  plan.missing = extra_all + unfilled - now.free_slabs;
+  for (std::size_t p = 0; p < num_pools_; ++p) {
+#ifdef HETKV_PLANT_NO_CREDIT_CHECK
+    plan.surplus[p] = now.owned[p];
+#else
+    const std::uint64_t kept = slabs_for(now.used[p] + need[p] + headroom[p], pools_[p].blocks_per_slab);
+    plan.surplus[p] = now.owned[p] > kept ? now.owned[p] - kept : 0;
+#endif
   }
   return plan;
 }

@@ -539,6 +539,7 @@ TEST(VectorReservationTest, J7_NoGapBetweenCheckAndTake) {
 TEST(VectorReservationTest, ACopyOfAReusedSlotDoesNotPass) {
   World<VectorReservation> w({pool(ObjectKind::kFullKv, 64)}, 1);
   for (const int later : {1, 2, 3, 4, 5, 6}) {
+    ASSERT_EQ(w.reserve({1}), Status::kReserved);  // the head is in one of the two slots that this thread uses in turn
     const std::uint64_t before = w.reservation.numbers().used[0];
     StoppedThread stopped("reserve: before the head moves", [&] { w.reserve({1}); });
     ASSERT_TRUE(stopped.stopped());
