@@ -185,34 +185,53 @@ HitReport KvAllocator::probe(std::span<const std::int32_t> tokens, const Namespa
 
 // --- admission ---
 
-bool KvAllocator::pin_points(std::uint32_t depth, std::span<const NodeId> chain, std::span<std::uint8_t> flags, Lease& lease) {
+bool KvAllocator::pin_points(std::uint32_t depth, PinnedChain& chain, Lease& lease) {
   const auto points = layout_.point_groups();
   for (std::uint32_t set = 0; set < points.size(); ++set) {
     const Group& group = layout_.group(points[set]);
     std::uint32_t span = layout_.point_needed(group.id, depth) ? 1 : 0;
     if (group.spec.retention == Retention::kWindow) span = layout_.window_nodes(group.id, depth);
     for (std::uint32_t j = depth; j > depth - span; --j) {
-      if (!store_.pin_point(chain[j - 1], set)) {
-        flags[j - 1] &= static_cast<std::uint8_t>(~(1U << set));
+      if (!store_.pin_point(chain.nodes[j - 1], set)) {
+        chain.flags[j - 1] &= static_cast<std::uint8_t>(~(1U << set));
         lease.drop_points();
         return false;
       }
-      lease.add_point({chain[j - 1], set, j});
+      lease.add_point({chain.nodes[j - 1], set, j});
     }
   }
   return true;
 }
 
 std::uint32_t KvAllocator::pin_recoverable(std::span<const std::int32_t> tokens, std::span<const Key128> keys, VersionId version,
-                                           const NamespaceInstance& instance, Lease& lease, std::vector<NodeId>& chain, HitReport& report) {
-  thread_local std::vector<std::uint8_t> flags;
+                                           const NamespaceInstance& instance, Lease& lease, PinnedChain& chain, HitReport& report) {
+  // A node with 65535 pins cannot take another: the prefix above it still can.
   auto limit = static_cast<std::uint32_t>(keys.size());
-  std::uint32_t depth = 0;
+  for (;;) {
+    HitReport attempt = report;
+    const std::uint32_t depth = pin_history(tokens, keys, limit, version, instance, lease, chain);
+    explain_identity(keys, version, instance.id, depth, attempt);
+    const std::uint32_t end = pin_endpoint(depth, chain, lease, attempt);
+    if (end == depth || end == 0 || store_.pin_node_again(chain.nodes[end - 1])) {
+      if (end < depth) lease.move_to(end > 0 ? chain.nodes[end - 1] : 0);
+      report = attempt;
+      report.canonical = end == 0 || store_.node_canonical(chain.nodes[end - 1]);
+      for (const PointPin& pin : lease.points()) report.canonical = report.canonical && store_.point_canonical(pin.node, pin.set);
+      return end;
+    }
+    lease.release();
+    limit = end - 1;
+  }
+}
+
+// Pins the deepest node of the running version at or above `limit`, and compares the whole chain under the pin.
+std::uint32_t KvAllocator::pin_history(std::span<const std::int32_t> tokens, std::span<const Key128> keys, std::uint32_t limit,
+                                       VersionId version, const NamespaceInstance& instance, Lease& lease, PinnedChain& chain) {
   for (int lost_races = 0;;) {
+    std::uint32_t depth = 0;
     chain.clear();
-    flags.clear();
     const Found found = store_.find_deepest(keys, limit, version, instance.id, &depth);
-    if (depth == 0) break;
+    if (depth == 0) return 0;
     HETKV_TEST_POINT("admit: found, not pinned");
     if (!store_.pin_node(found, keys[depth - 1], version, instance.id, depth)) {
       // Another thread's eviction or recycling won. A node that cannot be pinned at all (65535 pins) is passed by.
@@ -223,33 +242,29 @@ std::uint32_t KvAllocator::pin_recoverable(std::span<const std::int32_t> tokens,
     HETKV_TEST_POINT("admit: pinned, not gathered");
     const std::uint32_t differs =
         store_.gather(keys.first(depth), tokens.data(), version, instance.id, verify_all_tokens_, [&](std::uint32_t, NodeId node, std::uint8_t f) {
-          chain.push_back(node);
+          chain.nodes.push_back(node);
 #ifdef HETKV_PLANT_POINTS_UNCHECKED
           f = 0xFF;
 #endif
-          flags.push_back(f);
+          chain.flags.push_back(f);
         });
-    if (differs == 0 && chain.back() == found.node) break;
+    if (differs == 0 && chain.nodes.back() == found.node) return depth;
     lease.move_to(0);
     if (differs == 0) continue;  // a quarantine took the pinned chain, and another like it was published
     counters_.add(Counters::kVerifyMismatches);
     limit = differs - 1;
   }
-  explain_identity(keys, version, instance.id, depth, report);
+}
+
+// Pins the point objects of the largest endpoint at or above `depth`; adds its losses.
+std::uint32_t KvAllocator::pin_endpoint(std::uint32_t depth, PinnedChain& chain, Lease& lease, HitReport& report) {
   for (;;) {
     HitReport attempt = report;
     const std::uint32_t end = EndpointScan(layout_).run(
-        depth, attempt, [&](std::uint32_t d) { return flags[d - 1]; },
-        [&](std::uint32_t d) { return store_.nodes().header(chain[d - 1]).ever_published.load(std::memory_order_relaxed); });
-    if (!pin_points(end, chain, flags, lease)) continue;  // each failure clears a flag, so this ends
+        depth, attempt, [&](std::uint32_t d) { return chain.flags[d - 1]; },
+        [&](std::uint32_t d) { return store_.nodes().header(chain.nodes[d - 1]).ever_published.load(std::memory_order_relaxed); });
+    if (!pin_points(end, chain, lease)) continue;  // each failure clears a flag, so this ends
     report = attempt;
-    report.canonical = end == 0 || store_.node_canonical(chain[end - 1]);
-    for (const PointPin& pin : lease.points()) report.canonical = report.canonical && store_.point_canonical(pin.node, pin.set);
-    if (end < depth) {
-      if (end > 0) store_.pin_node_again(chain[end - 1]);
-      // Not move_to(): the points pinned just now lie on the kept part of the chain.
-      lease.move_to(end > 0 ? chain[end - 1] : 0);
-    }
     return end;
   }
 }
@@ -327,8 +342,9 @@ AdmitResult KvAllocator::admit(std::span<const std::int32_t> tokens, Namespace* 
   s.tokens_.assign(tokens.begin(), tokens.end());
   hash_blocks(tokens, *instance, options.previous.get(), s.keys_);
 
+  thread_local PinnedChain chain;
   // Pins come before the reservation, so that eviction made by the reservation cannot take them.
-  const std::uint32_t depth = pin_recoverable(tokens, s.keys_, s.version_, *instance, s.lease_, s.chain_, result.report);
+  const std::uint32_t depth = pin_recoverable(tokens, s.keys_, s.version_, *instance, s.lease_, chain, result.report);
   const auto known_depth = static_cast<std::uint32_t>(result.report.num_history_tokens / layout_.block_size());
   const std::int64_t resume = std::int64_t{depth} * layout_.block_size();
   const BlockCounts need = need_between(resume, total, chunk, options.live_state);
@@ -345,7 +361,7 @@ AdmitResult KvAllocator::admit(std::span<const std::int32_t> tokens, Namespace* 
   s.held_bytes_ = static_cast<std::int64_t>(bytes_of(need));
   s.report_ = result.report;
   s.resume_depth_ = s.published_depth_ = s.last_point_depth_ = depth;
-  s.chain_.resize(depth);
+  s.chain_.assign(chain.nodes.begin(), chain.nodes.begin() + depth);
   s.canonical_depth_ = result.report.canonical ? depth : 0;
   s.scheduled_ = s.settled_ = s.accepted_ = s.covered_ = resume;
   s.plan_ = RetentionPlan(retention_, layout_, prompt, depth, known_depth);
@@ -364,7 +380,7 @@ std::unique_ptr<PinnedPrefix> KvAllocator::pin_prefix(std::span<const std::int32
   check_tokens(tokens);
   const NamespaceInstance& instance = *space->instance.load(std::memory_order_acquire);
   std::vector<Key128> keys;
-  std::vector<NodeId> chain;
+  PinnedChain chain;
   hash_blocks(tokens, instance, nullptr, keys);
   auto pinned = std::unique_ptr<PinnedPrefix>(new PinnedPrefix(*this, store_));
   HitReport report;
@@ -439,19 +455,21 @@ Refusal KvAllocator::prepare_step(std::span<const StepItem> items, const StepBuf
     if (item.sequence->ticket_ == oldest_.load(std::memory_order_acquire)) ticket = item.sequence->ticket_;
   }
   if (bytes_of(need) != 0) {
-    for (std::size_t i = 0; i < items.size(); ++i) {
-      if (const Refusal refusal = make_quota(bytes_of(each[i]), items[i].sequence->space_)) return refusal;
+    Refusal refusal;
+    std::size_t charged = 0;
+    while (charged < items.size() && !(refusal = charge_quota(bytes_of(each[charged]), items[charged].sequence->space_))) ++charged;
+    if (!refusal) refusal = reserve_blocks(need, ticket, charge);
+    if (refusal) {
+      while (charged-- > 0) return_quota(bytes_of(each[charged]), items[charged].sequence->space_);
+      return refusal;
     }
-    if (const Refusal refusal = reserve_blocks(need, ticket, charge)) return refusal;
   }
 
   std::size_t row = 0;
   for (std::size_t i = 0; i < items.size(); ++i) {
     Sequence& s = *items[i].sequence;
     const std::int64_t begin = s.scheduled(), upto = begin + items[i].num_tokens;
-    const auto bytes = static_cast<std::int64_t>(bytes_of(each[i]));
-    s.held_bytes_ += bytes;
-    s.space_->used_bytes.fetch_add(bytes, std::memory_order_relaxed);
+    s.held_bytes_ += static_cast<std::int64_t>(bytes_of(each[i]));
     if (upto > s.covered_) s.grow(upto, charge);
     stamps[i] = s.stamp_step(upto);
     buffers.cu_seqlens_q[i] = static_cast<std::int32_t>(row);
@@ -498,26 +516,30 @@ Refusal KvAllocator::prepare_step(std::span<const StepItem> items, const StepBuf
 
 // --- memory ---
 
-Refusal KvAllocator::make_quota(std::uint64_t bytes, Namespace* space) {
-  const std::uint64_t quota = space->quota_bytes.load(std::memory_order_relaxed);
-  if (quota == ~std::uint64_t{0}) return {};
-  auto used = [&] { return static_cast<std::uint64_t>(std::max<std::int64_t>(0, space->used_bytes.load(std::memory_order_relaxed))); };
-  while (used() + bytes > quota) {
-    // A namespace over its quota gives up its own coldest prefixes, never another's.
+Refusal KvAllocator::charge_quota(std::uint64_t bytes, Namespace* space) {
+  const auto more = static_cast<std::int64_t>(bytes);
+  std::int64_t used = space->used_bytes.load(std::memory_order_relaxed);
+  for (;;) {
+    const std::uint64_t quota = space->quota_bytes.load(std::memory_order_relaxed);
+    if (static_cast<std::uint64_t>(std::max<std::int64_t>(0, used + more)) <= quota) {
+      if (space->used_bytes.compare_exchange_weak(used, used + more, std::memory_order_relaxed)) return {};
+      continue;
+    }
+    // Its own prefixes, never another's.
     if (store_.evict_space(space->instance.load(std::memory_order_acquire)->id, 16) == 0) {
       counters_.add(Counters::kRefusedQuota);
-      return {Refusal::Cause::kQuota, 0, used() + bytes, quota};
+      return {Refusal::Cause::kQuota, 0, static_cast<std::uint64_t>(std::max<std::int64_t>(0, used + more)), quota};
     }
+    used = space->used_bytes.load(std::memory_order_relaxed);
   }
-  return {};
 }
 
 Refusal KvAllocator::reserve(const BlockCounts& need, std::uint64_t ticket, Namespace* space, Charge& charge) {
   const std::uint64_t bytes = bytes_of(need);
   if (bytes == 0) return {};
-  if (const Refusal refusal = make_quota(bytes, space)) return refusal;
+  if (const Refusal refusal = charge_quota(bytes, space)) return refusal;
   const Refusal refusal = reserve_blocks(need, ticket, charge);
-  if (!refusal) space->used_bytes.fetch_add(static_cast<std::int64_t>(bytes), std::memory_order_relaxed);
+  if (refusal) return_quota(bytes, space);
   return refusal;
 }
 

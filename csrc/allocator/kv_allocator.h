@@ -151,7 +151,11 @@ class KvAllocator {
   Refusal reserve_blocks(const BlockCounts& need, std::uint64_t ticket, Charge& charge);
   // The same within the namespace's quota, and charged to it.
   Refusal reserve(const BlockCounts& need, std::uint64_t ticket, Namespace* space, Charge& charge);
-  Refusal make_quota(std::uint64_t bytes, Namespace* space);
+  // Charges bytes to a namespace within its quota; a namespace over it gives up its own coldest prefixes first.
+  Refusal charge_quota(std::uint64_t bytes, Namespace* space);
+  static void return_quota(std::uint64_t bytes, Namespace* space) {
+    space->used_bytes.fetch_sub(static_cast<std::int64_t>(bytes), std::memory_order_relaxed);
+  }
   bool make_room(PoolId pool, std::uint32_t blocks, bool after_sweep);
   bool thin_out(PoolId pool);
   bool reclaim_slab(PoolId to);
@@ -162,10 +166,22 @@ class KvAllocator {
   // What a sequence resumed at `resume` reserves at admission.
   BlockCounts need_between(std::int64_t resume, std::int64_t total, std::int64_t chunk, bool live_state) const;
 
-  // Finds, pins and compares the prefix, then the point objects of the largest endpoint; fills report and chain.
+  // Nodes of a pinned prefix by depth, and what their slots said of their point sets.
+  struct PinnedChain {
+    std::vector<NodeId> nodes;
+    std::vector<std::uint8_t> flags;
+    void clear() {
+      nodes.clear();
+      flags.clear();
+    }
+  };
+  // Finds, pins and compares the prefix, then pins the point objects of the largest endpoint. Returns its depth; fills the report.
   std::uint32_t pin_recoverable(std::span<const std::int32_t> tokens, std::span<const Key128> keys, VersionId version,
-                                const NamespaceInstance& instance, Lease& lease, std::vector<NodeId>& chain, HitReport& report);
-  bool pin_points(std::uint32_t depth, std::span<const NodeId> chain, std::span<std::uint8_t> flags, Lease& lease);
+                                const NamespaceInstance& instance, Lease& lease, PinnedChain& chain, HitReport& report);
+  std::uint32_t pin_history(std::span<const std::int32_t> tokens, std::span<const Key128> keys, std::uint32_t limit, VersionId version,
+                            const NamespaceInstance& instance, Lease& lease, PinnedChain& chain);
+  std::uint32_t pin_endpoint(std::uint32_t depth, PinnedChain& chain, Lease& lease, HitReport& report);
+  bool pin_points(std::uint32_t depth, PinnedChain& chain, Lease& lease);
   Fingerprint aligned_layout() const;
   Found object_at(std::span<const std::int32_t> tokens, const Namespace* space, std::int64_t position, GroupId group) const;
 

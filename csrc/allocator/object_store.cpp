@@ -93,9 +93,7 @@ bool ObjectStore::pin_node(const Found& found, const Key128& key, VersionId vers
   return false;
 }
 
-void ObjectStore::pin_node_again(NodeId node) {
-  HETKV_CHECK(store_.history(node).pin_again() == Transition::kDone, "more than 65535 pins on one node");
-}
+bool ObjectStore::pin_node_again(NodeId node) { return store_.history(node).pin_again() == Transition::kDone; }
 
 void ObjectStore::unpin_node(NodeId node) { release_history(node, &ObjectControl::unpin); }
 

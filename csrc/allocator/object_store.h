@@ -84,7 +84,8 @@ class ObjectStore {
   // --- pins ---
   // Pins the node and compares key, version, namespace and depth under the pin; on failure nothing is pinned.
   bool pin_node(const Found& found, const Key128& key, VersionId version, std::uint32_t space, std::uint32_t depth);
-  void pin_node_again(NodeId node);  // by one who holds a pin on it or on a descendant
+  // One more pin, by one who holds a pin on it or on a descendant; false only at 65535 pins.
+  bool pin_node_again(NodeId node);
   void unpin_node(NodeId node);
   // By one who holds a pin on the node or on a descendant of it.
   bool pin_point(NodeId node, std::uint32_t set);
