@@ -1,3 +1,6 @@
+#include <time.h>
+
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <thread>
@@ -9,12 +12,24 @@
 namespace hetkv::bench {
 namespace {
 
-// Operations a second of `threads` threads that start together and each repeat `work` for `seconds`.
+struct Rate {
+  double per_second = 0;  // operations of all threads, by the wall clock
+  double cpu_ns = 0;      // processor time of one operation: what is left of scaling when other programs take the cores
+};
+
+double thread_cpu_ns() {
+  timespec now{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return static_cast<double>(now.tv_sec) * 1e9 + static_cast<double>(now.tv_nsec);
+}
+
+// `threads` threads start together and each repeat `work` for `seconds`.
 template <class Work>
-double rate(std::uint32_t threads, double seconds, Work&& work) {
+Rate rate(std::uint32_t threads, double seconds, Work&& work) {
   std::atomic<std::uint32_t> ready{0};
   std::atomic<bool> go{false}, stop{false};
   std::atomic<std::uint64_t> done{0};
+  std::atomic<double> cpu_ns{0};
   std::vector<std::thread> all;
   for (std::uint32_t t = 0; t < threads; ++t) {
     all.emplace_back([&] {
@@ -23,7 +38,9 @@ double rate(std::uint32_t threads, double seconds, Work&& work) {
       ready.fetch_add(1);
       while (!go.load(std::memory_order_acquire)) {
       }
+      const double begin = thread_cpu_ns();
       for (; !stop.load(std::memory_order_relaxed); ++mine) work();
+      cpu_ns.fetch_add(thread_cpu_ns() - begin);
       done.fetch_add(mine);
     });
   }
@@ -34,27 +51,33 @@ double rate(std::uint32_t threads, double seconds, Work&& work) {
   const double took = seconds_since(begin);
   stop.store(true);
   for (std::thread& thread : all) thread.join();
-  return static_cast<double>(done.load()) / took;
+  const auto operations = static_cast<double>(std::max<std::uint64_t>(1, done.load()));
+  return {operations / took, cpu_ns.load() / operations};
 }
 
 template <class Work>
 void by_threads(const Plan& plan, const std::string& name, std::uint32_t block, Work&& work, Report& report) {
   // Thread counts alternate within each repeat, and the scaling is the median of ratios of neighbours.
-  std::vector<std::vector<double>> rates(plan.thread_counts.size());
+  std::vector<std::vector<Rate>> rates(plan.thread_counts.size());
   for (std::size_t i = 0; i < plan.repeats; ++i) {
     for (std::size_t k = 0; k < plan.thread_counts.size(); ++k) rates[k].push_back(rate(plan.thread_counts[k], plan.thread_seconds, work));
   }
   for (std::size_t k = 0; k < plan.thread_counts.size(); ++k) {
-    std::vector<double> ns, ratios;
+    std::vector<double> ns, ratios, cpu, cpu_ratios;
     for (std::size_t i = 0; i < plan.repeats; ++i) {
-      ns.push_back(1e9 * plan.thread_counts[k] / rates[k][i]);
-      ratios.push_back(rates[k][i] / rates[0][i]);
+      ns.push_back(1e9 * plan.thread_counts[k] / rates[k][i].per_second);
+      ratios.push_back(rates[k][i].per_second / rates[0][i].per_second);
+      cpu.push_back(rates[k][i].cpu_ns);
+      cpu_ratios.push_back(plan.thread_counts[k] * rates[0][i].cpu_ns / rates[k][i].cpu_ns);
     }
-    std::sort(ratios.begin(), ratios.end());
     Result result{.name = name, .layout = "full", .block_size = block, .tokens = plan.lookup_tokens, .threads = plan.thread_counts[k]};
     result.time = timing_of(std::move(ns));  // of one operation on one thread
     result.operations_per_second = 1e9 * plan.thread_counts[k] / result.time.median_ns;
-    result.extra = {{"scaling", ratios[ratios.size() / 2]}, {"best_scaling", ratios.back()}};
+    const double best = *std::max_element(ratios.begin(), ratios.end());
+    result.extra = {{"scaling", median(std::move(ratios))},
+                    {"best_scaling", best},
+                    {"cpu_ns", median(std::move(cpu))},
+                    {"scaling_by_cpu_time", median(std::move(cpu_ratios))}};
     report.add(std::move(result));
   }
 }

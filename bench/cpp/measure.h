@@ -20,6 +20,11 @@ struct Timing {
   std::size_t repeats = 0;
 };
 
+inline double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
 inline Timing timing_of(std::vector<double> samples_ns) {
   std::sort(samples_ns.begin(), samples_ns.end());
   return {samples_ns[samples_ns.size() / 2], samples_ns.front(), samples_ns.back(), samples_ns.size()};
