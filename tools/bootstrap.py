@@ -150,7 +150,7 @@ def missing_system_packages(level: str) -> list[str]:
 
 
 def system_packages(level: str) -> None:
-    key = digest(level, sys.executable, sys.version)
+    key = digest(level, sys.prefix, sys.version)
     if fresh(f"system-{level}", key):
         return
     missing = missing_system_packages(level)
@@ -197,7 +197,7 @@ def make_environment() -> None:
     """.venv, with a torch in it: TORCH if set, else the caller's if it can be reused, else the pinned one."""
     wanted = os.environ.get("TORCH", "")
     reused = None if wanted else reusable_torch()
-    key = digest(sys.executable, sys.version, wanted, reused, TORCH_PINNED)
+    key = digest(sys.prefix, sys.version, wanted, reused, TORCH_PINNED)
     if fresh("venv", key) and PYTHON.exists():
         return
     with step("Making .venv"):
@@ -216,6 +216,7 @@ def make_environment() -> None:
         install_torch(wanted or TORCH_PINNED)
     if answer(PYTHON, "-c", "import torch", timeout=300) is None:
         sys.exit("[hetkv] torch was installed but cannot be imported: .venv/bin/python -c 'import torch' says why")
+    stamp("caller", sys.executable)
     stamp("venv", key)
 
 
@@ -387,8 +388,9 @@ def main() -> None:
     parser.add_argument("level", choices=sorted(LEVELS))
     level = parser.parse_args().level
     if Path(sys.prefix) == VENV:  # called from the activated .venv: it cannot remake itself
-        base = str(getattr(sys, "_base_executable", sys.executable))
-        os.execv(base, [base, *sys.argv])
+        remembered = STAMPS / "caller"
+        caller = remembered.read_text() if remembered.is_file() else str(getattr(sys, "_base_executable", sys.executable))
+        os.execv(caller, [caller, *sys.argv])
     STAMPS.mkdir(exist_ok=True)
     with (STAMPS / "lock").open("w") as lock:  # two makes at once take turns
         fcntl.flock(lock, fcntl.LOCK_EX)
