@@ -36,7 +36,12 @@ class EndpointScan {
     std::uint32_t e = d;
     const auto points = layout_.point_groups();
     for (std::uint32_t k = 0; k < points.size(); ++k) {
+#ifdef HETKV_PLANT_MIN_OF_MAXIMA
+      std::uint32_t below = e;
+      while (below > 0 && (flags_at(below) >> k & 1) == 0) --below;
+#else
       const std::uint32_t below = largest(e, k + 1, flags_at);
+#endif
       if (below < e) report.lose(reason(points[k], k, e, below, flags_at, ever_at), points[k], (e - below) * b);
       e = below;
     }

@@ -11,7 +11,7 @@ RetentionPolicy RetentionPolicy::parse(const std::string& text) {
   if (text == "turn_ends") return {Mode::kTurnEnds, 0};
   if (text == "none") return {Mode::kNone, 0};
   if (text == "adaptive") return {Mode::kAdaptive, 0};
-  if (text.starts_with("every(") && text.ends_with(")") && text.size() > 7 && text.size() < 17) {
+  if (text.starts_with("every(") && text.ends_with(")") && text.size() > 7 && text.size() < 18) {
     const std::string digits = text.substr(6, text.size() - 7);
     if (std::all_of(digits.begin(), digits.end(), [](char c) { return c >= '0' && c <= '9'; })) {
       const unsigned long n = std::stoul(digits);
@@ -67,7 +67,8 @@ RetentionPlan::Want RetentionPlan::want(std::uint32_t depth) const {
   const std::int64_t position = std::int64_t{depth} * block_size_;
   switch (policy_.mode) {
     case RetentionPolicy::Mode::kAll: return Want::kPublish;
-    case RetentionPolicy::Mode::kEvery: return position % policy_.every_tokens == 0 ? Want::kPublish : Want::kNo;
+    case RetentionPolicy::Mode::kEvery:  // the first boundary at or after each multiple, which need not be one of block_size
+      return position / policy_.every_tokens != (position - block_size_) / policy_.every_tokens ? Want::kPublish : Want::kNo;
     case RetentionPolicy::Mode::kNone: return Want::kNo;
     case RetentionPolicy::Mode::kTurnEnds:
     case RetentionPolicy::Mode::kAdaptive: break;
