@@ -24,7 +24,7 @@ from .workload import Workload
 
 DEFAULT_TURNS = 10
 # Less than what the load would fill, so that eviction is at work.
-_DEFAULT_CAPACITY = {"deepseek_v4": "2MiB", "gpt_oss": "3MiB", "gemma3": "3MiB"}
+_DEFAULT_CAPACITY = {"deepseek_v4": "1MiB", "gpt_oss": "2MiB", "gemma3": "1536KiB"}
 _THREADS = 1  # the models are tiny: a second thread costs more than it saves, and one thread is the same on every machine
 
 

@@ -21,14 +21,17 @@ _TOKENS = 160
 
 
 def measure(served: ServedModel, prompt: list[int]) -> Iterator[Sensitivity]:
-    """Zeroes one row of each group of the prompt's resume state in turn, all layers of the group, and puts it back.
+    """Zeroes one row of each group of a resume state in turn, in all layers of the group, and puts it back.
 
-    Nothing is published from the damaged state. Yields nothing if the prompt cannot be resumed from anywhere.
+    The state is the prompt's or, if only that has tail rows, the one at the end of its answer. Nothing is published from the
+    damaged state. Yields nothing if neither can be resumed from anywhere.
     """
-    with served.cache.admit(prompt) as sequence:
+    answered = [*prompt, *served.last_answer]
+    tokens = max((prompt, answered), key=lambda tokens: _num_tail_rows(served, tokens))
+    with served.cache.admit(tokens) as sequence:
         position = sequence.num_computed_tokens
         rows = RowStore(served.adapter, served.cache, sequence)
-        following = [*prompt, *served.last_answer][position : position + _TOKENS]
+        following = [*answered, *prompt][position : position + _TOKENS]
 
         def logits() -> Tensor:
             return served.runner.step(rows.restore(position), following, keep=0)
@@ -48,6 +51,13 @@ def measure(served: ServedModel, prompt: list[int]) -> Iterator[Sensitivity]:
             finally:
                 served.cache.write_rows(group.name, field, [slot], saved)
             yield Sensitivity(group.name, name, change)
+
+
+def _num_tail_rows(served: ServedModel, tokens: list[int]) -> int:
+    """Raw tail rows, over all groups, of the state that `tokens` could resume from now."""
+    position = served.cache.probe(tokens).num_recoverable_tokens
+    needs = [group.need(position) for group in served.adapter.groups if group.retention is Retention.TAIL]
+    return sum(end - begin for begin, end in needs)
 
 
 def _one_row(cache: hetkv.Cache, sequence: hetkv.Sequence, group: GroupState, position: int) -> tuple[str, int, str] | None:
