@@ -1,5 +1,6 @@
 // A small engine over real memory: it writes, for every row, a fingerprint of what that row must hold, and checks every row that
-// R(p) names when a sequence resumes. The oracle of the allocator's tests: any wrong, stale or foreign block shows at once.
+// R(p) names when a sequence resumes. The oracle of the allocator's tests: any wrong, stale or foreign block shows at once. The
+// fingerprint covers tokens, position, group, namespace and the weights version of the step.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -47,7 +48,8 @@ inline CacheLayout full_layout(std::uint32_t block_size = 16) {
 }
 
 inline CacheLayout window_layout(std::uint32_t block_size = 16, std::uint32_t window = 40) {
-  return CacheLayout::build("full+window", block_size, {make_group("full", ObjectKind::kFullKv, Retention::kHistory), window_group(window)});
+  return CacheLayout::build("full+window", block_size,
+                            {make_group("full", ObjectKind::kFullKv, Retention::kHistory), window_group(window)});
 }
 
 // DeepSeek-V4 in small: ratios 4 and 32, block 16, so that the larger ratio closes at every second node.
@@ -75,7 +77,8 @@ inline std::vector<std::int32_t> random_tokens(std::mt19937_64& random, std::siz
 class ShadowEngine {
  public:
   explicit ShadowEngine(CacheLayout layout, std::uint64_t arena_bytes, AllocatorConfig config = {})
-      : memory_(arena_bytes / 8, 0), allocator_(std::move(layout), with_bytes(config, arena_bytes)), space_(allocator_.space({})) {}
+      : memory_(arena_bytes / 8, 0), allocator_(std::move(layout), with_bytes(config, arena_bytes)),
+        space_(allocator_.space({})) {}
 
   KvAllocator& allocator() { return allocator_; }
   Namespace* space() { return space_; }
@@ -95,11 +98,12 @@ class ShadowEngine {
       StepStamp stamp;
       if (s.schedule(end, &stamp)) return false;
       clear(s);
-      write_rows(s, tokens, begin, end);
+      const std::uint64_t salt = salt_of(s, stamp.version);
+      write_rows(s, tokens, begin, end, salt);
       if (end % b == 0 && s.wants_point(end)) {
         for (const StagedBlock& staged : s.stage_point(end)) {
           clear(s);
-          write_point(tokens, staged, end);
+          write_point(tokens, staged, end, salt);
           s.commit_point(end, staged.group, end);
         }
       }
@@ -110,7 +114,8 @@ class ShadowEngine {
   }
 
   // A whole turn: admit, compute the prompt and `generated` more tokens, end the turn. Returns the report of the admission.
-  HitReport turn(std::vector<std::int32_t> tokens, std::size_t generated = 0, Namespace* space = nullptr, bool* refused = nullptr) {
+  HitReport turn(std::vector<std::int32_t> tokens, std::size_t generated = 0, Namespace* space = nullptr,
+                 bool* refused = nullptr) {
     AdmitResult result = admit(tokens, {}, space);
     if (!result.sequence) {
       if (refused != nullptr) *refused = true;
@@ -130,6 +135,7 @@ class ShadowEngine {
   void check_resume(const Sequence& s, std::span<const std::int32_t> tokens) {
     const CacheLayout& layout = allocator_.layout();
     const std::int64_t p = s.num_computed_tokens();
+    const std::uint64_t salt = salt_of(s, s.version());
     std::int64_t lost = 0;
     for (const Loss& loss : s.report().losses()) lost += loss.tokens;
     EXPECT_EQ(s.report().num_prompt_tokens - lost, s.report().num_recoverable_tokens) << s.report().to_string(layout);
@@ -142,12 +148,12 @@ class ShadowEngine {
         s.slot_mapping(group.id, need.begin, need.end, slots.data());
         for (std::int64_t row = need.begin; row < need.end; ++row) {
           const std::int64_t last = (row + 1) * group.spec.compress_ratio;  // tokens that the row depends on
-          ASSERT_EQ(load(group, 0, slots[static_cast<std::size_t>(row - need.begin)]), print(group, tokens, last))
+          ASSERT_EQ(load(group, 0, slots[static_cast<std::size_t>(row - need.begin)]), print(group, tokens, last, salt))
               << group.spec.name << " row " << row << " of resume point " << p;
         }
       } else {
         ASSERT_GE(s.point_block(group.id), 0) << group.spec.name << " at " << p;
-        ASSERT_EQ(load_point(group, s.point_block(group.id)), print(group, tokens, p)) << group.spec.name << " at " << p;
+        ASSERT_EQ(load_point(group, s.point_block(group.id)), print(group, tokens, p, salt)) << group.spec.name << " at " << p;
       }
     }
   }
@@ -164,8 +170,11 @@ class ShadowEngine {
     }
     s.confirm_cleared();
   }
-  static std::uint64_t print(const Group& group, std::span<const std::int32_t> tokens, std::int64_t upto) {
-    std::uint64_t h = 0xCBF29CE484222325ULL + std::uint64_t{group.id};
+  static std::uint64_t salt_of(const Sequence& s, VersionId version) {
+    return reinterpret_cast<std::uintptr_t>(&s.space()) * 0x9E3779B97F4A7C15ULL + version;
+  }
+  static std::uint64_t print(const Group& group, std::span<const std::int32_t> tokens, std::int64_t upto, std::uint64_t salt) {
+    std::uint64_t h = 0xCBF29CE484222325ULL + std::uint64_t{group.id} * 1000003 + salt;
     for (std::int64_t i = std::max<std::int64_t>(0, upto - 64); i < upto; ++i) {
       h = (h ^ static_cast<std::uint32_t>(tokens[static_cast<std::size_t>(i)])) * std::uint64_t{0x100000001B3};
     }
@@ -187,7 +196,8 @@ class ShadowEngine {
     }
     return 0;
   }
-  void write_rows(const Sequence& s, const std::vector<std::int32_t>& tokens, std::int64_t begin, std::int64_t end) {
+  void write_rows(const Sequence& s, const std::vector<std::int32_t>& tokens, std::int64_t begin, std::int64_t end,
+                  std::uint64_t salt) {
     for (const Group& group : allocator_.layout().groups()) {
       if (group.spec.retention != Retention::kHistory && group.spec.retention != Retention::kWindow) continue;
       const std::int64_t m = group.spec.compress_ratio;
@@ -195,13 +205,13 @@ class ShadowEngine {
       std::vector<std::int64_t> slots(static_cast<std::size_t>(last - first));
       s.slot_mapping(group.id, first, last, slots.data());
       for (std::int64_t row = first; row < last; ++row) {
-        *row_address(group, 0, slots[static_cast<std::size_t>(row - first)]) = print(group, tokens, (row + 1) * m);
+        *row_address(group, 0, slots[static_cast<std::size_t>(row - first)]) = print(group, tokens, (row + 1) * m, salt);
       }
     }
   }
-  void write_point(const std::vector<std::int32_t>& tokens, const StagedBlock& staged, std::int64_t p) {
+  void write_point(const std::vector<std::int32_t>& tokens, const StagedBlock& staged, std::int64_t p, std::uint64_t salt) {
     const Group& group = allocator_.layout().group(staged.group);
-    *at(staged.offset, point_section(group)) = print(group, tokens, p);
+    *at(staged.offset, point_section(group)) = print(group, tokens, p, salt);
   }
 
   std::vector<std::uint64_t> memory_;
