@@ -24,7 +24,8 @@ std::uint32_t nodes_for(const CacheLayout& layout, const Arena& arena, std::uint
     per_node = ~std::uint64_t{0};
     for (const Group& group : layout.groups()) per_node = std::min(per_node, group.block_bytes);
   }
-  return static_cast<std::uint32_t>(std::clamp<std::uint64_t>(arena.bytes() / per_node + arena.bytes() / per_node / 8 + 64, 64, 1U << 28));
+  return static_cast<std::uint32_t>(
+      std::clamp<std::uint64_t>(arena.bytes() / per_node + arena.bytes() / per_node / 8 + 64, 64, 1U << 28));
 }
 
 void check_tokens(std::span<const std::int32_t> tokens) {
@@ -50,8 +51,9 @@ KvAllocator::KvAllocator(CacheLayout layout, const AllocatorConfig& config)
   if (outcome.status != ReserveOutcome::Status::kReserved) {
     const PoolSpec& pool = layout_.pools()[outcome.pool];
     throw AdmissionError(std::string(kind_name(pool.kind)), bytes_of(one_each), arena_.bytes(), false,
-                         "the arena of " + std::to_string(arena_.bytes()) + " bytes cannot hold one block of every group (pool '" + pool.name +
-                             "' of " + std::to_string(pool.block_bytes) + " bytes is the first that does not fit)");
+                         "the arena of " + std::to_string(arena_.bytes()) +
+                             " bytes cannot hold one block of every group (pool '" + pool.name + "' of " +
+                             std::to_string(pool.block_bytes) + " bytes is the first that does not fit)");
   }
   for (std::size_t pool = 0; pool < layout_.pools().size(); ++pool) scratch_[pool] = charge.take(static_cast<PoolId>(pool));
 }
@@ -75,8 +77,9 @@ void KvAllocator::declare_alignment(const std::string& family, std::uint64_t byt
   for (const PoolSpec& pool : layout_.pools()) {
     if (pool.block_bytes % bytes != 0 || arena_.slab_bytes() % bytes != 0 || arena_.base_address() % bytes != 0) {
       throw LayoutError(layout_.group(pool.group).spec.name, "alignment",
-                        "kernel family '" + family + "' needs " + std::to_string(bytes) + " bytes; pool '" + pool.name + "' has blocks of " +
-                            std::to_string(pool.block_bytes) + " bytes in slabs of " + std::to_string(arena_.slab_bytes()));
+                        "kernel family '" + family + "' needs " + std::to_string(bytes) + " bytes; pool '" + pool.name +
+                            "' has blocks of " + std::to_string(pool.block_bytes) + " bytes in slabs of " +
+                            std::to_string(arena_.slab_bytes()));
     }
   }
   const std::lock_guard guard(alignments_mutex_);
@@ -92,8 +95,8 @@ std::uint64_t KvAllocator::clear(Namespace* space) {
 
 // --- hashing and reports ---
 
-void KvAllocator::hash_blocks(std::span<const std::int32_t> tokens, const NamespaceInstance& instance, const HashedPrefix* previous,
-                              std::vector<Key128>& keys) const {
+void KvAllocator::hash_blocks(std::span<const std::int32_t> tokens, const NamespaceInstance& instance,
+                              const HashedPrefix* previous, std::vector<Key128>& keys) const {
   const std::size_t b = layout_.block_size();
   const std::size_t blocks = tokens.size() / b;
   keys.resize(blocks);
@@ -101,10 +104,13 @@ void KvAllocator::hash_blocks(std::span<const std::int32_t> tokens, const Namesp
   if (previous != nullptr && previous->space == instance.id) {
     // Comparing is a fraction of hashing, and tells exactly how far the conversation so far is this prompt's prefix.
     const std::size_t most = std::min(blocks, previous->keys.size());
-    while (known < most && std::memcmp(tokens.data() + known * b, previous->tokens.data() + known * b, b * sizeof(std::int32_t)) == 0) ++known;
+    while (known < most &&
+           std::memcmp(tokens.data() + known * b, previous->tokens.data() + known * b, b * sizeof(std::int32_t)) == 0)
+      ++known;
     std::copy_n(previous->keys.begin(), known, keys.begin());
   }
-  hasher_.chain(known == 0 ? instance.root : keys[known - 1], tokens.data() + known * b, layout_.block_size(), std::span(keys).subspan(known));
+  hasher_.chain(known == 0 ? instance.root : keys[known - 1], tokens.data() + known * b, layout_.block_size(),
+                std::span(keys).subspan(known));
 }
 
 void KvAllocator::explain_identity(std::span<const Key128> keys, VersionId version, std::uint32_t space, std::uint32_t own,
@@ -204,7 +210,8 @@ bool KvAllocator::pin_points(std::uint32_t depth, PinnedChain& chain, Lease& lea
 }
 
 std::uint32_t KvAllocator::pin_recoverable(std::span<const std::int32_t> tokens, std::span<const Key128> keys, VersionId version,
-                                           const NamespaceInstance& instance, Lease& lease, PinnedChain& chain, HitReport& report) {
+                                           const NamespaceInstance& instance, Lease& lease, PinnedChain& chain,
+                                           HitReport& report) {
   // A node with 65535 pins cannot take another: the prefix above it still can.
   auto limit = static_cast<std::uint32_t>(keys.size());
   for (;;) {
@@ -240,14 +247,14 @@ std::uint32_t KvAllocator::pin_history(std::span<const std::int32_t> tokens, std
     }
     lease.move_to(found.node);
     HETKV_TEST_POINT("admit: pinned, not gathered");
-    const std::uint32_t differs =
-        store_.gather(keys.first(depth), tokens.data(), version, instance.id, verify_all_tokens_, [&](std::uint32_t, NodeId node, std::uint8_t f) {
-          chain.nodes.push_back(node);
+    const std::uint32_t differs = store_.gather(keys.first(depth), tokens.data(), version, instance.id, verify_all_tokens_,
+                                                [&](std::uint32_t, NodeId node, std::uint8_t f) {
+                                                  chain.nodes.push_back(node);
 #ifdef HETKV_PLANT_POINTS_UNCHECKED
-          f = 0xFF;
+                                                  f = 0xFF;
 #endif
-          chain.flags.push_back(f);
-        });
+                                                  chain.flags.push_back(f);
+                                                });
     if (differs == 0 && chain.nodes.back() == found.node) return depth;
     lease.move_to(0);
     if (differs == 0) continue;  // a quarantine took the pinned chain, and another like it was published
@@ -262,7 +269,9 @@ std::uint32_t KvAllocator::pin_endpoint(std::uint32_t depth, PinnedChain& chain,
     HitReport attempt = report;
     const std::uint32_t end = EndpointScan(layout_).run(
         depth, attempt, [&](std::uint32_t d) { return chain.flags[d - 1]; },
-        [&](std::uint32_t d) { return store_.nodes().header(chain.nodes[d - 1]).ever_published.load(std::memory_order_relaxed); });
+        [&](std::uint32_t d) {
+          return store_.nodes().header(chain.nodes[d - 1]).ever_published.load(std::memory_order_relaxed);
+        });
     if (!pin_points(end, chain, lease)) continue;  // each failure clears a flag, so this ends
     report = attempt;
     return end;
@@ -278,12 +287,15 @@ std::int64_t KvAllocator::table_blocks(const Group& group, std::int64_t tokens) 
 BlockCounts KvAllocator::need_between(std::int64_t resume, std::int64_t total, std::int64_t chunk, bool live_state) const {
   BlockCounts need{};
   const std::int64_t b = layout_.block_size();
-  const bool turn_ends = retention_.mode == RetentionPolicy::Mode::kTurnEnds || retention_.mode == RetentionPolicy::Mode::kAdaptive;
+  const bool turn_ends =
+      retention_.mode == RetentionPolicy::Mode::kTurnEnds || retention_.mode == RetentionPolicy::Mode::kAdaptive;
   for (const Group& group : layout_.groups()) {
     const std::int64_t all = table_blocks(group, (total + b - 1) / b * b) - table_blocks(group, resume);
     std::int64_t blocks = 0;
     switch (group.spec.retention) {
-      case Retention::kHistory: blocks = all; break;
+      case Retention::kHistory:
+        blocks = all;
+        break;
       case Retention::kWindow: {
         // The window before a step, the step, and the checkpoint a little below the end of the turn.
         const std::int64_t window = (std::int64_t{group.spec.window} - 1 + b - 1) / b;
@@ -293,7 +305,9 @@ BlockCounts KvAllocator::need_between(std::int64_t resume, std::int64_t total, s
       case Retention::kTail:
         if (live_state) need[*layout_.ring_pool(group.id)] = 1;
         break;
-      case Retention::kSnapshot: blocks = live_state ? 1 : 0; break;
+      case Retention::kSnapshot:
+        blocks = live_state ? 1 : 0;
+        break;
     }
     need[group.id] = static_cast<std::uint32_t>(std::clamp<std::int64_t>(blocks, 0, 0x7FFFFFFF));
   }
@@ -308,7 +322,8 @@ BlockCounts KvAllocator::blocks_for(std::int64_t tokens, std::int64_t chunk, boo
 
 std::uint64_t KvAllocator::bytes_of(const BlockCounts& counts) const {
   std::uint64_t bytes = 0;
-  for (std::size_t pool = 0; pool < layout_.pools().size(); ++pool) bytes += std::uint64_t{counts[pool]} * layout_.pools()[pool].block_bytes;
+  for (std::size_t pool = 0; pool < layout_.pools().size(); ++pool)
+    bytes += std::uint64_t{counts[pool]} * layout_.pools()[pool].block_bytes;
   return bytes;
 }
 
@@ -319,7 +334,8 @@ std::uint64_t KvAllocator::bytes_for(std::int64_t tokens, std::int64_t chunk, bo
 AdmitResult KvAllocator::admit(std::span<const std::int32_t> tokens, Namespace* space, const AdmitOptions& options) {
   check_tokens(tokens);
   if (options.max_new_tokens < 0) throw ArgumentError("max_new_tokens", std::to_string(options.max_new_tokens), "0 or more");
-  if (options.chunk_tokens < 0) throw ArgumentError("chunk_tokens", std::to_string(options.chunk_tokens), "0 (block_size) or more");
+  if (options.chunk_tokens < 0)
+    throw ArgumentError("chunk_tokens", std::to_string(options.chunk_tokens), "0 (block_size) or more");
   const std::int64_t chunk = options.chunk_tokens != 0 ? options.chunk_tokens : layout_.block_size();
   const auto prompt = static_cast<std::int64_t>(tokens.size());
   const std::int64_t total = prompt + options.max_new_tokens;
@@ -389,15 +405,17 @@ std::unique_ptr<PinnedPrefix> KvAllocator::pin_prefix(std::span<const std::int32
   const std::uint32_t depth = pin_recoverable(tokens, keys, versions_.current(), instance, pinned->lease_, chain, report);
   std::uint64_t bytes = 0;
   for (const GroupId id : layout_.history_groups()) {
-    bytes += layout_.group(id).block_bytes * static_cast<std::uint64_t>(table_blocks(layout_.group(id), std::int64_t{depth} * layout_.block_size()));
+    bytes += layout_.group(id).block_bytes *
+             static_cast<std::uint64_t>(table_blocks(layout_.group(id), std::int64_t{depth} * layout_.block_size()));
   }
   for (const PointPin& pin : pinned->lease_.points()) bytes += layout_.group(layout_.point_groups()[pin.set]).block_bytes;
   std::uint64_t used = pinned_bytes_.load(std::memory_order_relaxed);
   do {
     if (used + bytes > pin_cap_bytes_) {
       throw AdmissionError("pin_prefix", used + bytes, pin_cap_bytes_, true,
-                           "pinning " + std::to_string(bytes) + " bytes would exceed the cap of " + std::to_string(pin_cap_bytes_) +
-                               " bytes for pinned prefixes (" + std::to_string(used) + " in use)");
+                           "pinning " + std::to_string(bytes) + " bytes would exceed the cap of " +
+                               std::to_string(pin_cap_bytes_) + " bytes for pinned prefixes (" + std::to_string(used) +
+                               " in use)");
     }
   } while (!pinned_bytes_.compare_exchange_weak(used, used + bytes, std::memory_order_relaxed));
   pinned->tokens_ = std::int64_t{depth} * layout_.block_size();
@@ -423,14 +441,17 @@ Refusal KvAllocator::prepare_step(std::span<const StepItem> items, const StepBuf
   for (const StepItem& item : items) {
     if (item.num_tokens < 0) throw ArgumentError("num_tokens", std::to_string(item.num_tokens), "0 or more");
     item.sequence->require_schedulable(item.sequence->scheduled() + item.num_tokens);
-    if (std::exchange(item.sequence->step_mark_, mark) == mark) throw ArgumentError("items", "a sequence twice", "each sequence once");
+    if (std::exchange(item.sequence->step_mark_, mark) == mark)
+      throw ArgumentError("items", "a sequence twice", "each sequence once");
     total += static_cast<std::size_t>(item.num_tokens);
   }
   if (items.size() > buffers.padded_sequences) {
-    throw ArgumentError("padded_sequences", std::to_string(buffers.padded_sequences), "at least the " + std::to_string(items.size()) + " sequences of the step");
+    throw ArgumentError("padded_sequences", std::to_string(buffers.padded_sequences),
+                        "at least the " + std::to_string(items.size()) + " sequences of the step");
   }
   if (total > buffers.padded_tokens) {
-    throw ArgumentError("padded_tokens", std::to_string(buffers.padded_tokens), "at least the " + std::to_string(total) + " tokens of the step");
+    throw ArgumentError("padded_tokens", std::to_string(buffers.padded_tokens),
+                        "at least the " + std::to_string(total) + " tokens of the step");
   }
   std::vector<BlockCounts> each(items.size());
   for (std::size_t i = 0; i < items.size(); ++i) {
@@ -440,9 +461,10 @@ Refusal KvAllocator::prepare_step(std::span<const StepItem> items, const StepBuf
     for (std::size_t pool = 0; pool < layout_.pools().size(); ++pool) need[pool] += each[i][pool];
     for (const Group& group : layout_.groups()) {
       const StepBuffers::GroupArrays& out = buffers.groups[group.id];
-      const std::size_t blocks = std::max(s.groups_[group.id].offsets.size(), static_cast<std::size_t>(table_blocks(group, s.whole_blocks(upto))));
-      if (out.block_table != nullptr && group.spec.retention != Retention::kTail && group.spec.retention != Retention::kSnapshot &&
-          blocks > out.table_stride) {
+      const std::size_t blocks =
+          std::max(s.groups_[group.id].offsets.size(), static_cast<std::size_t>(table_blocks(group, s.whole_blocks(upto))));
+      if (out.block_table != nullptr && group.spec.retention != Retention::kTail &&
+          group.spec.retention != Retention::kSnapshot && blocks > out.table_stride) {
         throw ArgumentError("table_stride", std::to_string(out.table_stride),
                             "at least " + std::to_string(blocks) + " blocks of group '" + group.spec.name + "'");
       }
@@ -457,7 +479,8 @@ Refusal KvAllocator::prepare_step(std::span<const StepItem> items, const StepBuf
   if (bytes_of(need) != 0) {
     Refusal refusal;
     std::size_t charged = 0;
-    while (charged < items.size() && !(refusal = charge_quota(bytes_of(each[charged]), items[charged].sequence->space_))) ++charged;
+    while (charged < items.size() && !(refusal = charge_quota(bytes_of(each[charged]), items[charged].sequence->space_)))
+      ++charged;
     if (!refusal) refusal = reserve_blocks(need, ticket, charge);
     if (refusal) {
       while (charged-- > 0) return_quota(bytes_of(each[charged]), items[charged].sequence->space_);
@@ -557,11 +580,13 @@ Refusal KvAllocator::reserve_blocks(const BlockCounts& need, std::uint64_t ticke
   for (;;) {
     const ReserveOutcome outcome = arena_.reserve(need, headroom, charge);
     switch (outcome.status) {
-      case ReserveOutcome::Status::kReserved: return {};
+      case ReserveOutcome::Status::kReserved:
+        return {};
       case ReserveOutcome::Status::kImpossible:
         counters_.add(Counters::kRefusedImpossible);
         return {Refusal::Cause::kImpossible, outcome.pool, outcome.need, outcome.cap};
-      case ReserveOutcome::Status::kShort: break;
+      case ReserveOutcome::Status::kShort:
+        break;
     }
     const std::uint32_t batch = std::clamp<std::uint32_t>(need[outcome.pool], 1, 16);
     if (make_room(outcome.pool, batch, false)) continue;
@@ -589,7 +614,9 @@ bool KvAllocator::make_room(PoolId pool, std::uint32_t blocks, bool after_sweep)
 // No slab can be emptied at once: thins out a pool that may give one, coldest first.
 bool KvAllocator::thin_out(PoolId pool) {
   for (const GroupId id : layout_.point_groups()) {
-    if (id != pool && arena_.may_steal(id, pool) && store_.evict_coldest_point(static_cast<std::uint32_t>(layout_.group(id).point_slot), false)) return true;
+    if (id != pool && arena_.may_steal(id, pool) &&
+        store_.evict_coldest_point(static_cast<std::uint32_t>(layout_.group(id).point_slot), false))
+      return true;
   }
   for (const GroupId id : layout_.history_groups()) {
     if (id != pool && arena_.may_steal(id, pool) && store_.evict_coldest_history(false)) return true;
@@ -655,7 +682,8 @@ std::uint64_t KvAllocator::evict(ObjectKind kind, std::uint64_t blocks) {
   return gone;
 }
 
-bool KvAllocator::evict_object(std::span<const std::int32_t> tokens, const Namespace* space, std::int64_t position, GroupId group) {
+bool KvAllocator::evict_object(std::span<const std::int32_t> tokens, const Namespace* space, std::int64_t position,
+                               GroupId group) {
   const Found found = object_at(tokens, space, position, group);
   if (found.node == 0) return false;
   const Group& g = layout_.group(group);
@@ -665,8 +693,8 @@ bool KvAllocator::evict_object(std::span<const std::int32_t> tokens, const Names
   return store_.evict_point(found.node, set, store_.nodes().point(found.node, set).load().gen());
 }
 
-std::uint64_t KvAllocator::quarantine(std::span<const std::int32_t> tokens, const Namespace* space, std::int64_t position, GroupId group,
-                                      LossReason reason) {
+std::uint64_t KvAllocator::quarantine(std::span<const std::int32_t> tokens, const Namespace* space, std::int64_t position,
+                                      GroupId group, LossReason reason) {
   const Found found = object_at(tokens, space, position, group);
   if (found.node == 0) return 0;
   const Group& g = layout_.group(group);
@@ -674,7 +702,8 @@ std::uint64_t KvAllocator::quarantine(std::span<const std::int32_t> tokens, cons
   return store_.quarantine_point(found.node, static_cast<std::uint32_t>(g.point_slot)) ? 1 : 0;
 }
 
-Found KvAllocator::object_at(std::span<const std::int32_t> tokens, const Namespace* space, std::int64_t position, GroupId group) const {
+Found KvAllocator::object_at(std::span<const std::int32_t> tokens, const Namespace* space, std::int64_t position,
+                             GroupId group) const {
   check_tokens(tokens);
   const std::int64_t b = layout_.block_size();
   if (group >= layout_.groups().size()) throw ArgumentError("group", std::to_string(group), "a group of the layout");
@@ -695,7 +724,9 @@ std::uint64_t KvAllocator::enter(std::uint32_t* slot) {
   *slot = kTickets;
   for (std::uint32_t i = 0; i < kTickets; ++i) {
     std::uint64_t empty = 0;
-    if (tickets_[i].load(std::memory_order_relaxed) != 0 || !tickets_[i].compare_exchange_strong(empty, ticket, std::memory_order_acq_rel)) continue;
+    if (tickets_[i].load(std::memory_order_relaxed) != 0 ||
+        !tickets_[i].compare_exchange_strong(empty, ticket, std::memory_order_acq_rel))
+      continue;
     *slot = i;
     std::uint32_t high = ticket_high_.load(std::memory_order_relaxed);
     while (high < i + 1 && !ticket_high_.compare_exchange_weak(high, i + 1, std::memory_order_acq_rel)) {

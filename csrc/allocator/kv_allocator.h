@@ -29,18 +29,18 @@ namespace hetkv {
 struct AllocatorConfig {
   ArenaConfig arena;
   RetentionPolicy retention;
-  bool verify_all_tokens = true;            // false: trust the keyed hash for ancestors, compare the deepest block only
+  bool verify_all_tokens = true;  // false: trust the keyed hash for ancestors, compare the deepest block only
   std::string model_version = "0";
-  std::map<std::string, std::uint64_t> abi; // kernel family -> integer
-  std::uint64_t hash_seed = 0;              // 0: a random secret
-  std::uint32_t max_nodes = 0;              // 0: from the arena
-  std::uint64_t pin_prefix_cap_bytes = 0;   // 0: a quarter of the arena
+  std::map<std::string, std::uint64_t> abi;  // kernel family -> integer
+  std::uint64_t hash_seed = 0;               // 0: a random secret
+  std::uint32_t max_nodes = 0;               // 0: from the arena
+  std::uint64_t pin_prefix_cap_bytes = 0;    // 0: a quarter of the arena
 };
 
 struct AdmitOptions {
-  std::int64_t max_new_tokens = 0;   // history blocks for them are reserved at once
-  std::int64_t chunk_tokens = 0;     // largest step; 0: block_size
-  bool live_state = false;           // reserve the running rings and live snapshots
+  std::int64_t max_new_tokens = 0;               // history blocks for them are reserved at once
+  std::int64_t chunk_tokens = 0;                 // largest step; 0: block_size
+  bool live_state = false;                       // reserve the running rings and live snapshots
   std::shared_ptr<const HashedPrefix> previous;  // the conversation so far: not hashed again where equal
 };
 
@@ -80,8 +80,8 @@ struct StepBuffers {
     std::int64_t* slots = nullptr;        // [padded_tokens]
   };
   std::array<GroupArrays, kMaxGroups> groups{};
-  std::int32_t* cu_seqlens_q = nullptr;   // [padded_sequences + 1]
-  std::int32_t* seqused_k = nullptr;      // [padded_sequences]
+  std::int32_t* cu_seqlens_q = nullptr;  // [padded_sequences + 1]
+  std::int32_t* seqused_k = nullptr;     // [padded_sequences]
   std::size_t padded_sequences = 0, padded_tokens = 0;
 };
 
@@ -178,8 +178,8 @@ class KvAllocator {
   // Finds, pins and compares the prefix, then pins the point objects of the largest endpoint. Returns its depth; fills the report.
   std::uint32_t pin_recoverable(std::span<const std::int32_t> tokens, std::span<const Key128> keys, VersionId version,
                                 const NamespaceInstance& instance, Lease& lease, PinnedChain& chain, HitReport& report);
-  std::uint32_t pin_history(std::span<const std::int32_t> tokens, std::span<const Key128> keys, std::uint32_t limit, VersionId version,
-                            const NamespaceInstance& instance, Lease& lease, PinnedChain& chain);
+  std::uint32_t pin_history(std::span<const std::int32_t> tokens, std::span<const Key128> keys, std::uint32_t limit,
+                            VersionId version, const NamespaceInstance& instance, Lease& lease, PinnedChain& chain);
   std::uint32_t pin_endpoint(std::uint32_t depth, PinnedChain& chain, Lease& lease, HitReport& report);
   bool pin_points(std::uint32_t depth, PinnedChain& chain, Lease& lease);
   Fingerprint aligned_layout() const;

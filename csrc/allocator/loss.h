@@ -23,21 +23,22 @@ enum class LossReason : std::uint8_t {
   kTailEvicted,     // tail state was published and evicted
   kTailMisaligned,  // tail state exists, but only at other positions
   kSnapshotEvicted,
-  kLastToken,       // at least one token must be computed to have logits
+  kLastToken,  // at least one token must be computed to have logits
 };
 inline constexpr std::size_t kNumLossReasons = 16;
 
 constexpr std::string_view loss_reason_name(LossReason reason) {
   constexpr std::array<std::string_view, kNumLossReasons> names{
-      "granularity", "not_found", "evicted",     "layout",        "abi",            "model_version", "not_restored",     "incomplete",
-      "checksum",    "index_stale", "group_missing", "window_evicted", "tail_evicted", "tail_misaligned", "snapshot_evicted", "last_token"};
+      "granularity",  "not_found",       "evicted",          "layout",      "abi",           "model_version",
+      "not_restored", "incomplete",      "checksum",         "index_stale", "group_missing", "window_evicted",
+      "tail_evicted", "tail_misaligned", "snapshot_evicted", "last_token"};
   return names[static_cast<std::size_t>(reason)];
 }
 
 struct Loss {
   LossReason reason = LossReason::kNotFound;
-  std::int32_t group = -1;   // group id, or -1 where no single group is to blame
-  std::int64_t tokens = 0;   // > 0
+  std::int32_t group = -1;  // group id, or -1 where no single group is to blame
+  std::int64_t tokens = 0;  // > 0
 };
 
 }  // namespace hetkv

@@ -44,9 +44,7 @@ class NamespaceTable {
   // A new instance of the namespace. Thread-safe; allocates; takes a mutex.
   void renew(Namespace* space);
   // The namespace that an instance id found in a node belongs to; lock-free.
-  Namespace* of_instance(std::uint32_t id) const {
-    return owners_[id / kChunk].load(std::memory_order_acquire)[id % kChunk];
-  }
+  Namespace* of_instance(std::uint32_t id) const { return owners_[id / kChunk].load(std::memory_order_acquire)[id % kChunk]; }
 
  private:
   static constexpr std::uint32_t kChunk = 1024, kMaxChunks = 4096;

@@ -16,7 +16,7 @@
 
 namespace hetkv {
 
-using NodeId = std::uint32_t;                      // 0 = none, the root of every namespace
+using NodeId = std::uint32_t;  // 0 = none, the root of every namespace
 inline constexpr std::uint32_t kNoBlock = ~std::uint32_t{0};
 inline constexpr std::uint8_t kHistorySet = 0xFF;  // names the history set where a point set's index is meant
 
@@ -31,7 +31,7 @@ struct NodeHeader {
   std::atomic<std::uint8_t> ever_published;  // point sets that were ever sealed in this life of the node
   std::atomic<std::uint8_t> probation;       // point sets published on probation (branch points) and not used since
   std::atomic<std::uint32_t> next_free;
-  std::atomic<std::uint32_t> gap;            // tokens to the next shallower checkpoint when its points were published
+  std::atomic<std::uint32_t> gap;  // tokens to the next shallower checkpoint when its points were published
 };
 static_assert(sizeof(NodeHeader) == 64);
 
@@ -46,9 +46,7 @@ class NodeStore {
   // Block references, kNoBlock = none. Plain memory: written by the filler, read only under a pin or by the evictor.
   std::uint32_t& history_ref(NodeId id, std::uint32_t slot) const { return refs(id)[slot]; }
   std::uint32_t& point_ref(NodeId id, std::uint32_t set) const { return refs(id)[history_groups_ + set]; }
-  std::span<std::int32_t> tokens(NodeId id) const {
-    return {tokens_.data() + std::size_t{id} * block_size_, block_size_};
-  }
+  std::span<std::int32_t> tokens(NodeId id) const { return {tokens_.data() + std::size_t{id} * block_size_, block_size_}; }
   void prefetch(NodeId id) const {
     __builtin_prefetch(record(id));
     __builtin_prefetch(record(id) + 64);

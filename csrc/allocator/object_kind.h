@@ -30,37 +30,37 @@ enum class Operation : std::uint8_t {
   kSnapshot,        // save the whole state at one position
   kPin,
   kEvict,
-  kSpill,           // copy to a lower tier
-  kRestore,         // copy back
+  kSpill,    // copy to a lower tier
+  kRestore,  // copy back
   kVerify,
 };
 inline constexpr std::size_t kNumOperations = 11;
 
 constexpr std::string_view kind_name(ObjectKind kind) {
-  constexpr std::array<std::string_view, kNumKinds> names{"full_kv",      "compressed_kv", "uncompressed_tail", "swa_window",
+  constexpr std::array<std::string_view, kNumKinds> names{"full_kv",       "compressed_kv",   "uncompressed_tail", "swa_window",
                                                           "indexer_state", "recurrent_state", "disk_prefix"};
   return names[static_cast<std::size_t>(kind)];
 }
 
 constexpr std::string_view operation_name(Operation operation) {
-  constexpr std::array<std::string_view, kNumOperations> names{"reserve", "append_rows", "publish_history", "publish_point",
-                                                               "slide",   "snapshot",    "pin",             "evict",
-                                                               "spill",   "restore",     "verify"};
+  constexpr std::array<std::string_view, kNumOperations> names{
+      "reserve", "append_rows", "publish_history", "publish_point", "slide", "snapshot",
+      "pin",     "evict",       "spill",           "restore",       "verify"};
   return names[static_cast<std::size_t>(operation)];
 }
 
 // Rows: kinds. Columns: operations, in the order of the enums.
 inline constexpr std::array<std::array<bool, kNumOperations>, kNumKinds> kRoutes{{
     //                    reserve append  pubH   pubP   slide  snap   pin   evict spill restore verify
-    /* full_kv */         {true,  true,  true,  false, false, false, true, true, true, true, true},
-    /* compressed_kv */   {true,  true,  true,  false, false, false, true, true, true, true, true},
-    /* uncompressed_tail*/{true,  true,  false, true,  false, true,  true, true, true, true, true},
-    /* swa_window */      {true,  true,  false, true,  true,  false, true, true, true, true, true},
+    /* full_kv */ {true, true, true, false, false, false, true, true, true, true, true},
+    /* compressed_kv */ {true, true, true, false, false, false, true, true, true, true, true},
+    /* uncompressed_tail*/ {true, true, false, true, false, true, true, true, true, true, true},
+    /* swa_window */ {true, true, false, true, true, false, true, true, true, true, true},
     // An index that is rewritten rather than appended is a snapshot, so both publications are legal.
-    /* indexer_state */   {true,  true,  true,  true,  false, true,  true, true, true, true, true},
-    /* recurrent_state */ {true,  false, false, true,  false, true,  true, true, true, true, true},
+    /* indexer_state */ {true, true, true, true, false, true, true, true, true, true, true},
+    /* recurrent_state */ {true, false, false, true, false, true, true, true, true, true, true},
     // A persisted copy is never written in place and needs no memory block of its own.
-    /* disk_prefix */     {false, false, false, false, false, false, true, true, false, true, true},
+    /* disk_prefix */ {false, false, false, false, false, false, true, true, false, true, true},
 }};
 
 constexpr bool is_legal(ObjectKind kind, Operation operation) {

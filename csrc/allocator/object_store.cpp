@@ -106,9 +106,14 @@ void ObjectStore::unpin_point(NodeId node, std::uint32_t set) {
   ObjectControl control = store_.point(node, set);
   const std::uint32_t gen = control.load().gen();
   switch (control.unpin()) {
-    case Released::kReapBroken: evict_point(node, set, gen); break;
-    case Released::kLastOfSealed: enqueue_point(node, set); break;
-    case Released::kAlive: break;
+    case Released::kReapBroken:
+      evict_point(node, set, gen);
+      break;
+    case Released::kLastOfSealed:
+      enqueue_point(node, set);
+      break;
+    case Released::kAlive:
+      break;
   }
 }
 
@@ -137,6 +142,7 @@ void ObjectStore::release_history(NodeId node, Released (ObjectControl::*release
 
 PublishStatus ObjectStore::publish_node(const NodeContent& content, NodeId* node) {
   *node = 0;
+  index_.prefetch_for_write(content.key);
   const NodeId id = store_.allocate();
   if (id == 0) return PublishStatus::kNoNode;
   ObjectControl control = store_.history(id);
@@ -224,7 +230,8 @@ PublishStatus ObjectStore::publish_node(const NodeContent& content, NodeId* node
   HETKV_TEST_POINT("publish: sealed, not inserted");
   HETKV_CHECK(index_.insert(*writer, content.key, id, 0), "the index has fewer slots than nodes");
   for (std::uint32_t slot = 0; slot < store_.history_groups(); ++slot) {
-    if (content.history_refs[slot] != kNoBlock) arena_.set_owner(Block{content.history_refs[slot], layout_.history_groups()[slot]}, id);
+    if (content.history_refs[slot] != kNoBlock)
+      arena_.set_owner(Block{content.history_refs[slot], layout_.history_groups()[slot]}, id);
   }
   if (any_broken()) forget_broken(content.key);
   live_nodes_.fetch_add(1, std::memory_order_relaxed);
@@ -290,6 +297,8 @@ void ObjectStore::finish_evict_node(NodeId node) {
   NodeHeader& h = store_.header(node);
   const Key128 key = key_of(node);
   index_.remove(key, node);
+  // Chains go leaf by leaf, so the parent is the likely next victim: its bucket comes while this node is taken apart.
+  if (const NodeId parent = h.parent.load(std::memory_order_relaxed); parent != 0) index_.prefetch_for_write(key_of(parent));
   ghosts_[key.low % kGhosts].store(ghost_tag(key), std::memory_order_relaxed);
   for (std::uint32_t s = 0; s < store_.point_sets(); ++s) {
     ObjectControl point = store_.point(node, s);
@@ -308,7 +317,8 @@ void ObjectStore::finish_evict_node(NodeId node) {
     arena_.drop(Block{ref, group});
     bytes += layout_.group(group).block_bytes;
   }
-  spaces_.of_instance(h.space.load(std::memory_order_relaxed))->used_bytes.fetch_sub(static_cast<std::int64_t>(bytes), std::memory_order_relaxed);
+  spaces_.of_instance(h.space.load(std::memory_order_relaxed))
+      ->used_bytes.fetch_sub(static_cast<std::int64_t>(bytes), std::memory_order_relaxed);
   live_nodes_.fetch_sub(1, std::memory_order_relaxed);
   live_by_version_[h.version.load(std::memory_order_relaxed)].fetch_sub(1, std::memory_order_relaxed);
   counters_.history_evicted.fetch_add(1, std::memory_order_relaxed);
@@ -327,7 +337,8 @@ void ObjectStore::drop_point_block(NodeId node, std::uint32_t set, std::uint32_t
   const GroupId group = layout_.point_groups()[set];
   const std::uint32_t ref = store_.point_ref(node, set);
   arena_.drop(Block{ref, group});
-  spaces_.of_instance(space)->used_bytes.fetch_sub(static_cast<std::int64_t>(layout_.group(group).block_bytes), std::memory_order_relaxed);
+  spaces_.of_instance(space)->used_bytes.fetch_sub(static_cast<std::int64_t>(layout_.group(group).block_bytes),
+                                                   std::memory_order_relaxed);
   counters_.points_evicted[set].fetch_add(1, std::memory_order_relaxed);
 }
 
@@ -346,7 +357,8 @@ bool ObjectStore::evict_point(NodeId node, std::uint32_t set, std::uint32_t gen)
 std::uint64_t ObjectStore::history_score(NodeId node) const {
   const NodeHeader& h = store_.header(node);
   // Recency, and a bounded preference for what many prefixes share: at most a quarter of a full turn of the pool.
-  const auto shared = static_cast<std::uint64_t>(std::min<int>(static_cast<int>(std::bit_width(h.uses.load(std::memory_order_relaxed))), 4));
+  const auto shared =
+      static_cast<std::uint64_t>(std::min<int>(static_cast<int>(std::bit_width(h.uses.load(std::memory_order_relaxed))), 4));
   return h.last_use.load(std::memory_order_relaxed) + shared * (store_.max_nodes() / 16);
 }
 
@@ -589,8 +601,10 @@ void ObjectStore::check_invariants() const {
     if (parent == 0) continue;
     ++kids[parent];
     const ObjectState theirs = store_.history(parent).load().state();
-    HETKV_CHECK(theirs != ObjectState::kAbsent && theirs != ObjectState::kEvicting, "closure: a live node's parent is going or gone");
-    HETKV_CHECK(theirs == ObjectState::kSealed || w.state() == ObjectState::kBroken, "chain: a sealed node under an unsealed one");
+    HETKV_CHECK(theirs != ObjectState::kAbsent && theirs != ObjectState::kEvicting,
+                "closure: a live node's parent is going or gone");
+    HETKV_CHECK(theirs == ObjectState::kSealed || w.state() == ObjectState::kBroken,
+                "chain: a sealed node under an unsealed one");
   }
   HETKV_CHECK(live == live_nodes(), "live node count");
   for (NodeId id = 1; id < store_.high_water(); ++id) {

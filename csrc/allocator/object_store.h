@@ -45,12 +45,12 @@ enum class PublishStatus : std::uint8_t {
 struct NodeContent {
   Key128 key;
   VersionId version = 0;
-  std::uint32_t space = 0;  // namespace instance
-  NodeId parent = 0;        // pinned by the caller, or 0
-  std::uint32_t depth = 0;  // in blocks, >= 1
-  const std::int32_t* tokens = nullptr;            // block_size of them
-  std::span<const std::uint32_t> history_refs;     // one per required history group, kNoBlock where the layout stores none
-  bool canonical = false;   // every row of it and of its ancestors was computed in whole-block chunks
+  std::uint32_t space = 0;                      // namespace instance
+  NodeId parent = 0;                            // pinned by the caller, or 0
+  std::uint32_t depth = 0;                      // in blocks, >= 1
+  const std::int32_t* tokens = nullptr;         // block_size of them
+  std::span<const std::uint32_t> history_refs;  // one per required history group, kNoBlock where the layout stores none
+  bool canonical = false;                       // every row of it and of its ancestors was computed in whole-block chunks
 };
 
 struct PointContent {
@@ -79,7 +79,8 @@ class ObjectStore {
   // --- search (loads only) ---
   Found lookup(const Key128& key, VersionId version, std::uint32_t space) const;
   // Deepest sealed node among keys[0..limit), by binary search over depth; `depth` is 0 if none.
-  Found find_deepest(std::span<const Key128> keys, std::uint32_t limit, VersionId version, std::uint32_t space, std::uint32_t* depth) const;
+  Found find_deepest(std::span<const Key128> keys, std::uint32_t limit, VersionId version, std::uint32_t space,
+                     std::uint32_t* depth) const;
 
   // --- pins ---
   // Pins the node and compares key, version, namespace and depth under the pin; on failure nothing is pinned.
@@ -93,7 +94,9 @@ class ObjectStore {
   bool node_ok(NodeId node) const { return store_.history(node).load().state() == ObjectState::kSealed; }
   // Of an object that the caller has pinned.
   bool node_canonical(NodeId node) const { return (store_.history(node).load().flags() & kCanonicalFlag) != 0; }
-  bool point_canonical(NodeId node, std::uint32_t set) const { return (store_.point(node, set).load().flags() & kCanonicalFlag) != 0; }
+  bool point_canonical(NodeId node, std::uint32_t set) const {
+    return (store_.point(node, set).load().flags() & kCanonicalFlag) != 0;
+  }
   bool point_ok(NodeId node, std::uint32_t set) const { return store_.point(node, set).load().state() == ObjectState::kSealed; }
 
   // Under a pin on the node at depth keys.size(): every ancestor's node id, flags and references, and a comparison of tokens
@@ -105,6 +108,7 @@ class ObjectStore {
 
   // --- publication ---
   // On kPublished and kFoundEqual `node` is pinned for the caller. The content's blocks move their hold on kPublished only.
+  void prefetch_publication(const Key128& key) const { index_.prefetch_for_write(key); }
   PublishStatus publish_node(const NodeContent& content, NodeId* node);
   // Publishes one block as point set `set` of a node that the caller has pinned. On true the hold moved and the caller has a pin.
   bool publish_point(NodeId node, std::uint32_t set, std::uint32_t block, const PointContent& content);
@@ -191,8 +195,8 @@ class ObjectStore {
 };
 
 template <class Each>
-std::uint32_t ObjectStore::gather(std::span<const Key128> keys, const std::int32_t* tokens, VersionId version, std::uint32_t space,
-                                  bool compare_all, Each&& each) const {
+std::uint32_t ObjectStore::gather(std::span<const Key128> keys, const std::int32_t* tokens, VersionId version,
+                                  std::uint32_t space, bool compare_all, Each&& each) const {
   // Three stages, each a fixed distance ahead of the next, so that buckets, records and tokens are in cache when they are read.
   constexpr std::size_t kAhead = 8;
   const std::size_t n = keys.size();
@@ -220,7 +224,8 @@ std::uint32_t ObjectStore::gather(std::span<const Key128> keys, const std::int32
       entry = {found.node, found.flags};
     }
     // Only a chain of parents is covered by the pin: beside a quarantine an equal node, published anew, may stand in for ours.
-    if (store_.header(entry.node).parent.load(std::memory_order_relaxed) != above) [[unlikely]] return static_cast<std::uint32_t>(i + 1);
+    if (store_.header(entry.node).parent.load(std::memory_order_relaxed) != above) [[unlikely]]
+      return static_cast<std::uint32_t>(i + 1);
     above = entry.node;
     if (compare_all || i + 1 == n) {
       const std::span<const std::int32_t> stored = store_.tokens(entry.node);

@@ -35,7 +35,9 @@ class PrefixIndex {
       const Bucket& bucket = buckets_[at];
       for (const auto& slot : bucket.slots) {
         const std::uint64_t value = slot.load(std::memory_order_acquire);
-        if ((value >> 40) == tag && value != 0 && visit(Entry{static_cast<NodeId>(value), static_cast<std::uint8_t>(value >> 32)})) return true;
+        if ((value >> 40) == tag && value != 0 &&
+            visit(Entry{static_cast<NodeId>(value), static_cast<std::uint8_t>(value >> 32)}))
+          return true;
       }
       if (bucket.overflow.load(std::memory_order_acquire) == 0) return false;
       at = at + 1 == buckets_.size() ? 0 : at + 1;
@@ -43,6 +45,7 @@ class PrefixIndex {
     return false;
   }
   void prefetch(const Key128& key) const { __builtin_prefetch(&buckets_[home(key)]); }
+  void prefetch_for_write(const Key128& key) const { __builtin_prefetch(&buckets_[home(key)], 1); }
 
   // The writer bit of a key's home bucket, or nothing if another inserter holds it: never waits.
   class Writer {

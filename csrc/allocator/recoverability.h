@@ -75,7 +75,8 @@ class EndpointScan {
   }
 
   template <class FlagsAt, class EverAt>
-  LossReason reason(GroupId id, std::uint32_t k, std::uint32_t e, std::uint32_t below, FlagsAt&& flags_at, EverAt&& ever_at) const {
+  LossReason reason(GroupId id, std::uint32_t k, std::uint32_t e, std::uint32_t below, FlagsAt&& flags_at,
+                    EverAt&& ever_at) const {
     const Group& group = layout_.group(id);
     std::uint32_t missing = e;
     if (group.spec.retention == Retention::kWindow) {
@@ -83,12 +84,15 @@ class EndpointScan {
     }
     const bool was_there = (ever_at(missing) >> k & 1) != 0;
     switch (group.spec.retention) {
-      case Retention::kWindow: return was_there ? LossReason::kWindowEvicted : LossReason::kGroupMissing;
+      case Retention::kWindow:
+        return was_there ? LossReason::kWindowEvicted : LossReason::kGroupMissing;
       case Retention::kTail:
         if (was_there) return LossReason::kTailEvicted;
         return below > 0 ? LossReason::kTailMisaligned : LossReason::kGroupMissing;
-      case Retention::kSnapshot: return was_there ? LossReason::kSnapshotEvicted : LossReason::kGroupMissing;
-      case Retention::kHistory: break;
+      case Retention::kSnapshot:
+        return was_there ? LossReason::kSnapshotEvicted : LossReason::kGroupMissing;
+      case Retention::kHistory:
+        break;
     }
     return LossReason::kGroupMissing;
   }

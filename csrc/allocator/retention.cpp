@@ -23,11 +23,16 @@ RetentionPolicy RetentionPolicy::parse(const std::string& text) {
 
 std::string RetentionPolicy::to_string() const {
   switch (mode) {
-    case Mode::kAll: return "all";
-    case Mode::kEvery: return "every(" + std::to_string(every_tokens) + ")";
-    case Mode::kTurnEnds: return "turn_ends";
-    case Mode::kNone: return "none";
-    case Mode::kAdaptive: return "adaptive";
+    case Mode::kAll:
+      return "all";
+    case Mode::kEvery:
+      return "every(" + std::to_string(every_tokens) + ")";
+    case Mode::kTurnEnds:
+      return "turn_ends";
+    case Mode::kNone:
+      return "none";
+    case Mode::kAdaptive:
+      return "adaptive";
   }
   return "?";
 }
@@ -66,12 +71,15 @@ RetentionPlan::Want RetentionPlan::want(std::uint32_t depth) const {
   if (depth == 0) return Want::kNo;
   const std::int64_t position = std::int64_t{depth} * block_size_;
   switch (policy_.mode) {
-    case RetentionPolicy::Mode::kAll: return Want::kPublish;
+    case RetentionPolicy::Mode::kAll:
+      return Want::kPublish;
     case RetentionPolicy::Mode::kEvery:  // the first boundary at or after each multiple, which need not be one of block_size
       return position / policy_.every_tokens != (position - block_size_) / policy_.every_tokens ? Want::kPublish : Want::kNo;
-    case RetentionPolicy::Mode::kNone: return Want::kNo;
+    case RetentionPolicy::Mode::kNone:
+      return Want::kNo;
     case RetentionPolicy::Mode::kTurnEnds:
-    case RetentionPolicy::Mode::kAdaptive: break;
+    case RetentionPolicy::Mode::kAdaptive:
+      break;
   }
   if (depth == prompt_depth_ || depth == prompt_low_) return Want::kPublish;
   if (cheap_checkpoints_ && position % kCheckpointGrid == 0) return Want::kPublish;

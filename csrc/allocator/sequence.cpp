@@ -127,8 +127,9 @@ void Sequence::require_live() const {
 void Sequence::require_schedulable(std::int64_t upto) const {
   require_live();
   if (upto < scheduled_ || upto > num_tokens()) {
-    throw ArgumentError("upto", std::to_string(upto),
-                        "a position in [" + std::to_string(scheduled_) + ", " + std::to_string(num_tokens()) + "] (scheduled .. known tokens)");
+    throw ArgumentError(
+        "upto", std::to_string(upto),
+        "a position in [" + std::to_string(scheduled_) + ", " + std::to_string(num_tokens()) + "] (scheduled .. known tokens)");
   }
 }
 
@@ -175,7 +176,8 @@ void Sequence::hold_acceptance() {
 
 void Sequence::accept(std::int64_t upto) {
   require_live();
-  if (upto > num_tokens()) throw ArgumentError("upto", std::to_string(upto), "at most the " + std::to_string(num_tokens()) + " known tokens");
+  if (upto > num_tokens())
+    throw ArgumentError("upto", std::to_string(upto), "at most the " + std::to_string(num_tokens()) + " known tokens");
   const std::int64_t before = safe_upto();
   accepted_ = std::max(accepted_, upto);
   advance_from(before);
@@ -280,7 +282,8 @@ void Sequence::note_boundaries(std::int64_t from, std::int64_t to) {
   const auto last = static_cast<std::uint32_t>(to / block_size_);
   for (auto depth = static_cast<std::uint32_t>(from / block_size_) + 1; depth <= last; ++depth) {
     const RetentionPlan::Want want = plan_.want(depth);
-    if (want == RetentionPlan::Want::kNo || depth <= resume_depth_ || find_pending(depth) != nullptr || staged_sets(depth) != 0) continue;
+    if (want == RetentionPlan::Want::kNo || depth <= resume_depth_ || find_pending(depth) != nullptr || staged_sets(depth) != 0)
+      continue;
     PendingPoint point;
     point.depth = depth;
     point.want = want;
@@ -315,8 +318,8 @@ std::vector<StagedBlock> Sequence::stage_point(std::int64_t position) {
   require_live();
   if (position % block_size_ != 0 || position <= num_computed_tokens() || position > num_tokens()) {
     throw ArgumentError("position", std::to_string(position),
-                        "a multiple of block_size " + std::to_string(block_size_) + " in (" + std::to_string(num_computed_tokens()) + ", " +
-                            std::to_string(num_tokens()) + "]");
+                        "a multiple of block_size " + std::to_string(block_size_) + " in (" +
+                            std::to_string(num_computed_tokens()) + ", " + std::to_string(num_tokens()) + "]");
   }
   const auto depth = static_cast<std::uint32_t>(position / block_size_);
   const auto groups = allocator_.layout().point_groups();
@@ -387,6 +390,8 @@ bool Sequence::publish_history(std::uint32_t depth, PublishOutcome* outcome) {
     index[slot] = table_blocks(layout.group(history[slot]), std::int64_t{depth} * block_size_) - 1;
     refs[slot] = static_cast<std::uint32_t>(groups_[history[slot]].offsets[index[slot]]);
   }
+  constexpr std::size_t kAhead = 4;
+  if (depth - 1 + kAhead < keys_.size()) store.prefetch_publication(keys_[depth - 1 + kAhead]);
   NodeContent content;
   content.key = keys_[depth - 1];
   content.version = version_;
@@ -413,8 +418,12 @@ bool Sequence::publish_history(std::uint32_t depth, PublishOutcome* outcome) {
     case PublishStatus::kFoundEqual:  // our blocks stay private: tables are append-only
       store.touch_node(node, store.tick());
       break;
-    case PublishStatus::kBusy: *outcome = PublishOutcome::kBusy; return false;
-    case PublishStatus::kNoNode: *outcome = PublishOutcome::kNoNode; return false;
+    case PublishStatus::kBusy:
+      *outcome = PublishOutcome::kBusy;
+      return false;
+    case PublishStatus::kNoNode:
+      *outcome = PublishOutcome::kNoNode;
+      return false;
     case PublishStatus::kCollision:
     case PublishStatus::kParentBroken:
       publishable_ = false;
@@ -590,7 +599,9 @@ void Sequence::token_slots(GroupId id, std::int64_t begin, std::int64_t end, std
       }
       return;
     }
-    case Retention::kWindow: slot_mapping(id, begin, end, out); return;
+    case Retention::kWindow:
+      slot_mapping(id, begin, end, out);
+      return;
     case Retention::kTail: {
       const auto rows = std::int64_t{group.ring_entries};
       const bool live = live_blocks_[id] >= 0;

@@ -26,9 +26,9 @@ class KvAllocator;
 
 // The hashed prefix of a conversation, shared between its turns so that no token is hashed twice. Immutable.
 struct HashedPrefix {
-  std::uint32_t space = 0;            // namespace instance the keys were chained from
-  std::vector<std::int32_t> tokens;   // whole blocks only
-  std::vector<Key128> keys;           // one per block
+  std::uint32_t space = 0;           // namespace instance the keys were chained from
+  std::vector<std::int32_t> tokens;  // whole blocks only
+  std::vector<Key128> keys;          // one per block
 };
 
 struct StepStamp {
@@ -47,11 +47,11 @@ struct Refusal {
 };
 
 enum class PublishOutcome : std::uint8_t {
-  kDone,           // everything up to the asked position
-  kBusy,           // another is at the same node: try at the next boundary
-  kForeignVersion, // rows from here on were written under other weights
-  kUnpublishable,  // a collision, a cleared namespace or a broken parent: this sequence publishes no more
-  kNoNode,         // the node pool is full of pinned nodes
+  kDone,            // everything up to the asked position
+  kBusy,            // another is at the same node: try at the next boundary
+  kForeignVersion,  // rows from here on were written under other weights
+  kUnpublishable,   // a collision, a cleared namespace or a broken parent: this sequence publishes no more
+  kNoNode,          // the node pool is full of pinned nodes
 };
 
 struct PublishResult {
@@ -142,25 +142,25 @@ class Sequence {
   struct PendingPoint {
     std::uint32_t depth = 0;
     RetentionPlan::Want want = RetentionPlan::Want::kNo;
-    std::uint32_t needed_sets = 0, committed_sets = 0;             // tail and snapshot sets
-    std::array<std::uint32_t, kMaxPointSets> blocks{};             // kNoBlock = none
+    std::uint32_t needed_sets = 0, committed_sets = 0;  // tail and snapshot sets
+    std::array<std::uint32_t, kMaxPointSets> blocks{};  // kNoBlock = none
     bool complete() const { return needed_sets == committed_sets; }
   };
 
-  void fill_tables();                                               // from the pinned chain, at admission
+  void fill_tables();  // from the pinned chain, at admission
   void take_live_blocks();
   void require_live() const;
   void require_schedulable(std::int64_t upto) const;
   // Below this no rollback and no unfinished step can reach.
   std::int64_t safe_upto() const { return acceptance_held_ ? std::min(accepted_, settled_) : settled_; }
   std::int64_t whole_blocks(std::int64_t tokens) const { return (tokens + block_size_ - 1) >> block_shift_ << block_shift_; }
-  void advance_from(std::int64_t before);                           // after safe_upto() moved
+  void advance_from(std::int64_t before);  // after safe_upto() moved
   std::size_t table_blocks(const Group& group, std::int64_t tokens) const;
-  BlockCounts growth(std::int64_t upto) const;                      // blocks to take that neither spares nor credits cover
-  void grow(std::int64_t upto, Charge& extra);                      // takes them, own credits first
+  BlockCounts growth(std::int64_t upto) const;  // blocks to take that neither spares nor credits cover
+  void grow(std::int64_t upto, Charge& extra);  // takes them, own credits first
   StepStamp stamp_step(std::int64_t upto) noexcept;
   Block take(Charge& charge, PoolId pool);
-  void give_up(Block block);                                        // a private block goes back to the arena
+  void give_up(Block block);  // a private block goes back to the arena
   void slide();
   bool window_needs(const Group& group, std::size_t index) const;
   void note_boundaries(std::int64_t from, std::int64_t to);
@@ -171,33 +171,33 @@ class Sequence {
   void publish_pending(PendingPoint& point, bool growing);
   void publish_due(bool turn_end);
   void extend_keys(std::uint32_t depth);
-  std::uint32_t staged_sets(std::uint32_t depth) const;             // tail and snapshot sets that R asks for, as bits
+  std::uint32_t staged_sets(std::uint32_t depth) const;  // tail and snapshot sets that R asks for, as bits
 
   KvAllocator& allocator_;
   Namespace* space_;
   const NamespaceInstance* instance_;
   const std::uint32_t block_size_;
-  const int block_shift_;             // block_size_ is a power of two
+  const int block_shift_;  // block_size_ is a power of two
   Lease lease_;
   Charge charge_;
   HitReport report_;
   RetentionPlan plan_;
   VersionId version_ = 0;
   std::uint64_t epoch_ = 1;
-  std::uint64_t ticket_ = 0;          // order of admission
+  std::uint64_t ticket_ = 0;  // order of admission
   std::uint32_t ticket_slot_ = 0;
   bool live_ = true, publishable_ = true, acceptance_held_ = false;
 
   std::vector<std::int32_t> tokens_;
-  std::vector<Key128> keys_;          // of whole blocks, as far as hashed
-  std::vector<NodeId> chain_;         // node at depth i+1, for i < published_depth_
+  std::vector<Key128> keys_;   // of whole blocks, as far as hashed
+  std::vector<NodeId> chain_;  // node at depth i+1, for i < published_depth_
   std::int64_t scheduled_ = 0, settled_ = 0, accepted_ = 0;
-  std::int64_t covered_ = 0;          // blocks exist for all rows below
-  std::uint32_t canonical_depth_ = 0; // our rows up to here were computed in whole-block chunks, on a canonical prefix
-  std::uint64_t step_mark_ = 0;       // of the batch that last planned it
+  std::int64_t covered_ = 0;           // blocks exist for all rows below
+  std::uint32_t canonical_depth_ = 0;  // our rows up to here were computed in whole-block chunks, on a canonical prefix
+  std::uint64_t step_mark_ = 0;        // of the batch that last planned it
   std::int64_t foreign_from_ = std::numeric_limits<std::int64_t>::max();
   std::uint32_t resume_depth_ = 0, published_depth_ = 0, last_point_depth_ = 0;
-  std::int64_t held_bytes_ = 0;       // charged to the namespace by this sequence, not by objects
+  std::int64_t held_bytes_ = 0;  // charged to the namespace by this sequence, not by objects
 
   std::array<GroupBlocks, kMaxGroups> groups_;
   std::array<std::int64_t, kMaxGroups> point_blocks_, live_blocks_;

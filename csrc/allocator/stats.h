@@ -37,8 +37,19 @@ class SpreadCounters {
 class Counters {
  public:
   enum Name : std::size_t {
-    kProbes, kAdmissions, kPromptTokens, kHashHitTokens, kRecoverableTokens, kRefusedImpossible, kRefusedNoRoom, kRefusedQuota,
-    kSlabsReclaimed, kStaleSteps, kForeignSteps, kVerifyMismatches, kLossFirst,
+    kProbes,
+    kAdmissions,
+    kPromptTokens,
+    kHashHitTokens,
+    kRecoverableTokens,
+    kRefusedImpossible,
+    kRefusedNoRoom,
+    kRefusedQuota,
+    kSlabsReclaimed,
+    kStaleSteps,
+    kForeignSteps,
+    kVerifyMismatches,
+    kLossFirst,
     kCount = kLossFirst + kNumLossReasons,
   };
   static_assert(kCount <= SpreadCounters::kCounters);

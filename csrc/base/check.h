@@ -17,7 +17,8 @@ namespace hetkv {
 // Always on: cheap checks on cold paths and on every ownership hand-over.
 #define HETKV_CHECK(rule, why) \
   do { \
-    if (!(rule)) [[unlikely]] ::hetkv::invariant_failed(__FILE__, __LINE__, #rule, why); \
+    if (!(rule)) [[unlikely]] \
+      ::hetkv::invariant_failed(__FILE__, __LINE__, #rule, why); \
   } while (false)
 
 // Debug and sanitizer builds only: checks inside hot loops.

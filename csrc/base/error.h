@@ -40,10 +40,11 @@ class RouteError : public std::invalid_argument {
 // A refused admission or growth. `retryable` is false for what can never fit (need > cap), true when memory is short now.
 class AdmissionError : public std::runtime_error {
  public:
-  AdmissionError(std::string short_kind, std::uint64_t need_bytes, std::uint64_t cap_bytes, bool may_retry, const std::string& why)
+  AdmissionError(std::string short_kind, std::uint64_t need_bytes, std::uint64_t cap_bytes, bool may_retry,
+                 const std::string& why)
       : std::runtime_error(why), kind(std::move(short_kind)), need(need_bytes), cap(cap_bytes), retryable(may_retry) {}
-  std::string kind;          // the kind (or "namespace", "pin_prefix") that was short
-  std::uint64_t need, cap;   // bytes
+  std::string kind;         // the kind (or "namespace", "pin_prefix") that was short
+  std::uint64_t need, cap;  // bytes
   bool retryable;
 };
 

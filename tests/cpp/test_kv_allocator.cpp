@@ -14,7 +14,8 @@ constexpr std::uint64_t kMiB = 1 << 20;
 std::string losses(const HitReport& report) {
   std::string text;
   for (const Loss& loss : report.losses()) {
-    text += std::string(loss_reason_name(loss.reason)) + ":" + std::to_string(loss.group) + ":" + std::to_string(loss.tokens) + " ";
+    text +=
+        std::string(loss_reason_name(loss.reason)) + ":" + std::to_string(loss.group) + ":" + std::to_string(loss.tokens) + " ";
   }
   return text;
 }
@@ -23,10 +24,14 @@ class Layouts : public ::testing::TestWithParam<int> {
  public:
   static CacheLayout layout() {
     switch (GetParam()) {
-      case 0: return full_layout();
-      case 1: return window_layout();
-      case 2: return v4_layout();
-      default: return snapshot_layout();
+      case 0:
+        return full_layout();
+      case 1:
+        return window_layout();
+      case 2:
+        return v4_layout();
+      default:
+        return snapshot_layout();
     }
   }
 };
