@@ -42,7 +42,8 @@ std::uint64_t slab_bytes_of(const CacheLayout& layout, const ArenaConfig& config
                           "at least one block of pool '" + largest->name + "', " + std::to_string(largest->block_bytes));
   }
   if (slab % alignment != 0)
-    throw ArgumentError("slab_bytes", std::to_string(slab), "a multiple of " + std::to_string(alignment) + ", the largest alignment");
+    throw ArgumentError("slab_bytes", std::to_string(slab),
+                        "a multiple of " + std::to_string(alignment) + ", the largest alignment");
   if (largest->block_bytes > slab)
     throw LayoutError(layout.group(largest->group).spec.name, "",
                       "a block of pool '" + largest->name + "' has " + std::to_string(largest->block_bytes) + " bytes, a slab " +
@@ -73,8 +74,8 @@ void check_floors(const CacheLayout& layout, const ArenaConfig& config, std::uin
     if (floor > slabs - others) {
       const std::uint64_t need = floor * slab_bytes, cap = (slabs - others) * slab_bytes;
       throw AdmissionError(name, need, cap, false,
-                           "the floor of kind '" + name + "' needs " + std::to_string(need) + " bytes, the arena and the other floors leave " +
-                               std::to_string(cap));
+                           "the floor of kind '" + name + "' needs " + std::to_string(need) +
+                               " bytes, the arena and the other floors leave " + std::to_string(cap));
     }
     others += floor;
   }
@@ -89,14 +90,11 @@ std::unique_ptr<Reservation> make_reservation(bool lock_free, const ReservationR
 
 struct Arena::Impl {
   Impl(const CacheLayout& for_layout, const ArenaConfig& config)
-      : layout(for_layout),
-        slab_bytes(slab_bytes_of(layout, config)),
-        slab_units(static_cast<std::uint32_t>(slab_bytes / kOffsetUnit)),
-        base_address(config.base_address),
+      : layout(for_layout), slab_bytes(slab_bytes_of(layout, config)),
+        slab_units(static_cast<std::uint32_t>(slab_bytes / kOffsetUnit)), base_address(config.base_address),
         rules((check_floors(layout, config, slab_bytes), geometry_of(layout, slab_bytes)),
               static_cast<std::uint32_t>(config.bytes / slab_bytes), slab_bytes, config.limits),
-        slabs(rules.pools(), rules.slabs()),
-        holds(rules.slabs(), slabs.least_blocks(), slabs.most_blocks()),
+        slabs(rules.pools(), rules.slabs()), holds(rules.slabs(), slabs.least_blocks(), slabs.most_blocks()),
         owners(rules.slabs(), slabs.least_blocks(), slabs.most_blocks()),
         reservation(make_reservation(config.lock_free, rules, slabs)) {
     for (std::size_t p = 0; p < rules.num_pools(); ++p)
@@ -152,7 +150,8 @@ struct Arena::Impl {
   std::array<std::uint32_t, kMaxPools> block_units{};
 };
 
-Charge::Charge(Charge&& other) noexcept : arena_(std::exchange(other.arena_, nullptr)), counts_(std::exchange(other.counts_, {})) {}
+Charge::Charge(Charge&& other) noexcept
+    : arena_(std::exchange(other.arena_, nullptr)), counts_(std::exchange(other.counts_, {})) {}
 
 Charge& Charge::operator=(Charge&& other) noexcept {
   if (this == &other) return *this;
@@ -194,7 +193,8 @@ Arena::Arena(const CacheLayout& layout, const ArenaConfig& config) : impl_(std::
 
 Arena::~Arena() {
   const ReservationNumbers now = impl_->reservation->numbers();
-  for (std::size_t p = 0; p < impl_->rules.num_pools(); ++p) HETKV_CHECK(now.used[p] == 0, "an arena ends with credits or blocks out");
+  for (std::size_t p = 0; p < impl_->rules.num_pools(); ++p)
+    HETKV_CHECK(now.used[p] == 0, "an arena ends with credits or blocks out");
 }
 
 ReserveOutcome Arena::reserve(const BlockCounts& need, const BlockCounts& headroom, Charge& charge) {
@@ -296,9 +296,11 @@ std::uint64_t Arena::slab_bytes() const noexcept { return impl_->slab_bytes; }
 std::uint64_t Arena::bytes() const noexcept { return impl_->slab_bytes * impl_->rules.slabs(); }
 
 std::uint64_t Arena::metadata_bytes() const noexcept {
-  std::uint64_t bytes = sizeof(*this) + sizeof(Impl) - sizeof(SlabTable) + impl_->slabs.metadata_bytes() + impl_->reservation->metadata_bytes();
+  std::uint64_t bytes =
+      sizeof(*this) + sizeof(Impl) - sizeof(SlabTable) + impl_->slabs.metadata_bytes() + impl_->reservation->metadata_bytes();
   for (std::uint32_t s = 0; s < impl_->rules.slabs(); ++s)
-    if (const std::uint32_t blocks = impl_->slabs.widest(s); blocks > 0) bytes += impl_->holds.bytes(blocks) + impl_->owners.bytes(blocks);
+    if (const std::uint32_t blocks = impl_->slabs.widest(s); blocks > 0)
+      bytes += impl_->holds.bytes(blocks) + impl_->owners.bytes(blocks);
   return bytes;
 }
 
@@ -325,7 +327,8 @@ void Arena::check_invariants() const {
     for (std::uint32_t i = 0; i < blocks; ++i) {
       const bool taken = impl_->slabs.is_set({s, i});
       set += taken ? 1 : 0;
-      HETKV_CHECK(taken == (impl_->hold_count({s, i}).load(std::memory_order_acquire) > 0), "a hold without a block, or a block without a hold");
+      HETKV_CHECK(taken == (impl_->hold_count({s, i}).load(std::memory_order_acquire) > 0),
+                  "a hold without a block, or a block without a hold");
     }
     HETKV_CHECK(set == w.used(), "set bits and the count of a slab differ");
     live[w.owner()] += set;
@@ -335,7 +338,8 @@ void Arena::check_invariants() const {
   for (std::size_t p = 0; p < rules.num_pools(); ++p) {
     HETKV_CHECK(owned[p] == now.owned[p], "owned slabs and their count differ");
     HETKV_CHECK(live[p] <= now.used[p], "more live blocks than reserved ones");
-    HETKV_CHECK(now.used[p] <= now.owned[p] * rules.pool(static_cast<PoolId>(p)).blocks_per_slab, "credits without room in owned slabs");
+    HETKV_CHECK(now.used[p] <= now.owned[p] * rules.pool(static_cast<PoolId>(p)).blocks_per_slab,
+                "credits without room in owned slabs");
   }
   for (std::size_t k = 0; k < kNumKinds; ++k) {
     const auto kind = static_cast<ObjectKind>(k);

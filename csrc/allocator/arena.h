@@ -19,11 +19,11 @@
 namespace hetkv {
 
 struct ArenaConfig {
-  std::uint64_t bytes = 0;        // whole arena; rounded down to slabs
-  std::uint64_t slab_bytes = 0;   // multiple of kOffsetUnit; 0 = chosen from the pools' block sizes
-  std::uint64_t base_address = 0; // of the memory, for alignment checks only
+  std::uint64_t bytes = 0;         // whole arena; rounded down to slabs
+  std::uint64_t slab_bytes = 0;    // multiple of kOffsetUnit; 0 = chosen from the pools' block sizes
+  std::uint64_t base_address = 0;  // of the memory, for alignment checks only
   std::array<KindLimits, kNumKinds> limits{};
-  bool lock_free = true;          // false: the locked twin of the reservation
+  bool lock_free = true;  // false: the locked twin of the reservation
 };
 
 // A block of memory, typed at run time by its pool (and so by its kind). Offset in units of kOffsetUnit from the arena's start.
@@ -96,8 +96,8 @@ class Arena {
   ReserveOutcome possible(const BlockCounts& need) const;
 
   // Holds. A block is freed once, when the last hold goes.
-  void hold(Block block) noexcept;                 // one more
-  bool drop(Block block) noexcept;                 // one less; true if that freed it
+  void hold(Block block) noexcept;  // one more
+  bool drop(Block block) noexcept;  // one less; true if that freed it
   std::uint32_t holds(Block block) const noexcept;
 
   // The node or sequence a block belongs to, for eviction by slab: one relaxed word per block, 0 = none.
@@ -111,7 +111,7 @@ class Arena {
 
   // Slabs, for eviction by slab. Live blocks of slab s, if pool p owns it.
   std::uint32_t num_slabs() const noexcept;
-  std::uint32_t free_slabs() const noexcept;       // owned by nobody
+  std::uint32_t free_slabs() const noexcept;  // owned by nobody
   std::optional<PoolId> slab_owner(std::uint32_t slab) const noexcept;
   std::uint32_t slab_used(std::uint32_t slab) const noexcept;
   void live_blocks(std::uint32_t slab, std::vector<Block>& out) const;  // allocates; a snapshot
@@ -121,10 +121,11 @@ class Arena {
 
   PoolUsage usage(PoolId pool) const noexcept;
   std::uint64_t kind_bytes(ObjectKind kind) const noexcept;  // live blocks and credits
-  std::uint64_t stranded_bytes() const noexcept;   // in owned slabs, usable by no block of the owner (remainders), and free blocks of owned slabs
+  std::uint64_t stranded_bytes()
+      const noexcept;  // in owned slabs, usable by no block of the owner (remainders), and free blocks of owned slabs
   std::uint64_t slab_bytes() const noexcept;
-  std::uint64_t bytes() const noexcept;            // whole slabs
-  std::uint64_t metadata_bytes() const noexcept;   // of this object
+  std::uint64_t bytes() const noexcept;           // whole slabs
+  std::uint64_t metadata_bytes() const noexcept;  // of this object
   std::uint64_t base_address() const noexcept;
   const CacheLayout& layout() const noexcept;
 

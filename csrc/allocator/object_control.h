@@ -34,11 +34,10 @@ class ObjectControl {
 
   // ABSENT -> FILLING: gen+1, kids 0, pins 1 (the filler's).
   Transition begin_fill(std::uint32_t* gen) {
-    return change([](ObjectWord w) { return w.state() == ObjectState::kAbsent ? Transition::kDone : Transition::kWrongState; },
-                  [](ObjectWord w) {
-                    return ObjectWord::make(ObjectState::kFilling, 0, 1, 0, (w.gen() + 1) & ObjectWord::kMaxGen);
-                  },
-                  [gen](ObjectWord w) { *gen = w.gen(); });
+    return change(
+        [](ObjectWord w) { return w.state() == ObjectState::kAbsent ? Transition::kDone : Transition::kWrongState; },
+        [](ObjectWord w) { return ObjectWord::make(ObjectState::kFilling, 0, 1, 0, (w.gen() + 1) & ObjectWord::kMaxGen); },
+        [gen](ObjectWord w) { *gen = w.gen(); });
   }
   // FILLING -> SEALED, by the filler: becomes visible. The filler's pin stays.
   Transition seal(std::uint32_t gen) {
@@ -77,8 +76,12 @@ class ObjectControl {
   // pins-1. kReapBroken: the caller must now evict the broken object; kLastOfSealed: nobody pins it any more.
   Released unpin() {
     ObjectWord after;
-    change([](ObjectWord w) { HETKV_CHECK(w.pins() > 0, "unpin without a pin"); return Transition::kDone; },
-           [](ObjectWord w) { return w.add_pins(-1); }, [&after](ObjectWord w) { after = w; });
+    change(
+        [](ObjectWord w) {
+          HETKV_CHECK(w.pins() > 0, "unpin without a pin");
+          return Transition::kDone;
+        },
+        [](ObjectWord w) { return w.add_pins(-1); }, [&after](ObjectWord w) { after = w; });
     return released(after);
   }
   // kids+1, by one who pins this parent (or fills it in the same batch). Fails if the parent is BROKEN.
@@ -93,8 +96,12 @@ class ObjectControl {
   // kids-1, only after the child's word is ABSENT.
   Released drop_kid() {
     ObjectWord after;
-    change([](ObjectWord w) { HETKV_CHECK(w.kids() > 0, "child count below zero"); return Transition::kDone; },
-           [](ObjectWord w) { return w.add_kids(-1); }, [&after](ObjectWord w) { after = w; });
+    change(
+        [](ObjectWord w) {
+          HETKV_CHECK(w.kids() > 0, "child count below zero");
+          return Transition::kDone;
+        },
+        [](ObjectWord w) { return w.add_kids(-1); }, [&after](ObjectWord w) { after = w; });
     return released(after);
   }
   // SEALED or BROKEN -> EVICTING, pins = 0 and kids = 0: stops being visible.
@@ -110,15 +117,20 @@ class ObjectControl {
   }
   // EVICTING -> ABSENT, by the evictor, after slot and blocks are gone.
   void finish_evict() {
-    change([](ObjectWord w) { HETKV_CHECK(w.state() == ObjectState::kEvicting, "finish_evict without begin_evict"); return Transition::kDone; },
-           [](ObjectWord w) { return ObjectWord::make(ObjectState::kAbsent, 0, 0, 0, w.gen()); });
+    change(
+        [](ObjectWord w) {
+          HETKV_CHECK(w.state() == ObjectState::kEvicting, "finish_evict without begin_evict");
+          return Transition::kDone;
+        },
+        [](ObjectWord w) { return ObjectWord::make(ObjectState::kAbsent, 0, 0, 0, w.gen()); });
   }
   // SEALED or FILLING -> BROKEN: no new pin, no new child; pins and kids stay.
   Transition break_object(std::uint32_t gen) {
     return change(
         [gen](ObjectWord w) {
           if (w.gen() != gen) return Transition::kWrongGeneration;
-          return w.state() == ObjectState::kSealed || w.state() == ObjectState::kFilling ? Transition::kDone : Transition::kWrongState;
+          return w.state() == ObjectState::kSealed || w.state() == ObjectState::kFilling ? Transition::kDone
+                                                                                         : Transition::kWrongState;
         },
         [](ObjectWord w) { return w.with_state(ObjectState::kBroken); });
   }

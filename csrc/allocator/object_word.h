@@ -14,11 +14,16 @@ enum class ObjectState : std::uint8_t { kAbsent = 0, kFilling = 1, kSealed = 2, 
 
 constexpr std::string_view state_name(ObjectState state) {
   switch (state) {
-    case ObjectState::kAbsent: return "absent";
-    case ObjectState::kFilling: return "filling";
-    case ObjectState::kSealed: return "sealed";
-    case ObjectState::kEvicting: return "evicting";
-    case ObjectState::kBroken: return "broken";
+    case ObjectState::kAbsent:
+      return "absent";
+    case ObjectState::kFilling:
+      return "filling";
+    case ObjectState::kSealed:
+      return "sealed";
+    case ObjectState::kEvicting:
+      return "evicting";
+    case ObjectState::kBroken:
+      return "broken";
   }
   return "?";
 }
@@ -42,7 +47,8 @@ struct ObjectWord {
   constexpr std::uint32_t gen() const { return static_cast<std::uint32_t>(bits >> kGenShift); }
   friend constexpr bool operator==(ObjectWord, ObjectWord) = default;
 
-  static constexpr ObjectWord make(ObjectState state, std::uint32_t flags, std::uint32_t pins, std::uint32_t kids, std::uint32_t gen) {
+  static constexpr ObjectWord make(ObjectState state, std::uint32_t flags, std::uint32_t pins, std::uint32_t kids,
+                                   std::uint32_t gen) {
     return {static_cast<std::uint64_t>(state) | (std::uint64_t{flags} << kFlagShift) | (std::uint64_t{pins} << kPinShift) |
             (std::uint64_t{kids} << kKidShift) | (std::uint64_t{gen} << kGenShift)};
   }
@@ -50,8 +56,12 @@ struct ObjectWord {
   constexpr ObjectWord with_flags(std::uint32_t f) const {
     return {(bits & ~(mask(kFlagBits) << kFlagShift)) | (std::uint64_t{f} << kFlagShift)};
   }
-  constexpr ObjectWord add_pins(std::int32_t n) const { return {bits + (static_cast<std::uint64_t>(static_cast<std::int64_t>(n)) << kPinShift)}; }
-  constexpr ObjectWord add_kids(std::int32_t n) const { return {bits + (static_cast<std::uint64_t>(static_cast<std::int64_t>(n)) << kKidShift)}; }
+  constexpr ObjectWord add_pins(std::int32_t n) const {
+    return {bits + (static_cast<std::uint64_t>(static_cast<std::int64_t>(n)) << kPinShift)};
+  }
+  constexpr ObjectWord add_kids(std::int32_t n) const {
+    return {bits + (static_cast<std::uint64_t>(static_cast<std::int64_t>(n)) << kKidShift)};
+  }
 };
 static_assert(sizeof(ObjectWord) == 8);
 

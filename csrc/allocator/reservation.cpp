@@ -20,10 +20,8 @@ std::uint32_t first_slot() noexcept {
 }  // namespace
 
 VectorReservation::VectorReservation(const ReservationRules& rules, SlabTable& slabs)
-    : Reservation(rules, slabs),
-      stride_((2 * rules.num_pools() + 2 + 7) / 8 * 8),
-      numbers_(new std::atomic<std::uint64_t>[kSlots * stride_]()),
-      moves_(std::size_t{kSlots} * rules.slabs()),
+    : Reservation(rules, slabs), stride_((2 * rules.num_pools() + 2 + 7) / 8 * 8),
+      numbers_(new std::atomic<std::uint64_t>[kSlots * stride_]()), moves_(std::size_t{kSlots} * rules.slabs()),
       busy_(new Busy[kSlots]) {
   busy_[0].flag.store(1, std::memory_order_relaxed);  // the current vector
   number(0, free_index()).store(rules.slabs(), std::memory_order_relaxed);

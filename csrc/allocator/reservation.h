@@ -30,9 +30,7 @@ class Reservation {
   virtual std::uint64_t metadata_bytes() const noexcept = 0;
 
   // Credits or blocks that go back; for blocks after SlabTable::put_back. Thread-safe, never blocks.
-  void release(PoolId pool, std::uint64_t blocks) noexcept {
-    released_[pool].count.fetch_add(blocks, std::memory_order_release);
-  }
+  void release(PoolId pool, std::uint64_t blocks) noexcept { released_[pool].count.fetch_add(blocks, std::memory_order_release); }
 
  protected:
   std::uint64_t released(std::size_t pool) const noexcept { return released_[pool].count.load(std::memory_order_acquire); }

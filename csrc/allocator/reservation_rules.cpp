@@ -19,7 +19,8 @@ ReservationRules::ReservationRules(std::span<const PoolGeometry> pools, std::uin
   std::copy(pools.begin(), pools.end(), pools_.begin());
 }
 
-SlabPlan ReservationRules::check(const ReservationNumbers& now, const BlockCounts& need, const BlockCounts& headroom) const noexcept {
+SlabPlan ReservationRules::check(const ReservationNumbers& now, const BlockCounts& need,
+                                 const BlockCounts& headroom) const noexcept {
   SlabPlan plan;
   std::array<std::uint64_t, kNumKinds> bytes{}, slabs{};  // per kind, with need and headroom
   std::uint64_t extra_all = 0;
@@ -79,8 +80,7 @@ ReserveOutcome ReservationRules::possible(const BlockCounts& need) const noexcep
   if (plan.verdict == SlabPlan::Verdict::kFits) return {};
   ReserveOutcome refused{ReserveOutcome::Status::kImpossible, plan.pool, 0, 0};
   std::array<std::uint64_t, kNumKinds> slabs{};
-  for (std::size_t p = 0; p < num_pools_; ++p)
-    slabs[index(pools_[p].kind)] += slabs_for(need[p], pools_[p].blocks_per_slab);
+  for (std::size_t p = 0; p < num_pools_; ++p) slabs[index(pools_[p].kind)] += slabs_for(need[p], pools_[p].blocks_per_slab);
   if (plan.verdict == SlabPlan::Verdict::kShort) {
     const ObjectKind kind = pools_[plan.pool].kind;
     for (std::size_t p = 0; p < num_pools_; ++p)

@@ -17,14 +17,14 @@ inline constexpr std::size_t kMaxPools = 2 * kMaxGroups;
 using BlockCounts = std::array<std::uint32_t, kMaxPools>;  // blocks per pool
 
 struct KindLimits {
-  std::uint32_t floor_slabs = 0;                 // always available to the kind
-  std::uint64_t cap_bytes = ~std::uint64_t{0};   // never exceeded by the kind's blocks
+  std::uint32_t floor_slabs = 0;                // always available to the kind
+  std::uint64_t cap_bytes = ~std::uint64_t{0};  // never exceeded by the kind's blocks
 };
 
 struct ReserveOutcome {
   enum class Status : std::uint8_t { kReserved, kShort, kImpossible };
   Status status = Status::kReserved;
-  PoolId pool = 0;               // kShort: the first pool that lacks blocks; kImpossible: a pool of the kind that can never fit
+  PoolId pool = 0;  // kShort: the first pool that lacks blocks; kImpossible: a pool of the kind that can never fit
   std::uint64_t need = 0, cap = 0;  // kImpossible: bytes
 };
 
@@ -48,11 +48,11 @@ struct SlabPlan {
     kShort,       // over a cap
   };
   Verdict verdict = Verdict::kFits;
-  PoolId pool = 0;                                  // the first pool that lacks blocks
-  std::array<std::uint32_t, kMaxPools> grant;       // slabs for the need alone, not for the headroom
-  std::uint64_t grants = 0;                         // their sum
+  PoolId pool = 0;                             // the first pool that lacks blocks
+  std::array<std::uint32_t, kMaxPools> grant;  // slabs for the need alone, not for the headroom
+  std::uint64_t grants = 0;                    // their sum
   std::uint64_t missing = 0;
-  std::array<std::uint64_t, kMaxPools> surplus;     // kStealFirst: slabs a pool can lose with all its credits still covered
+  std::array<std::uint64_t, kMaxPools> surplus;       // kStealFirst: slabs a pool can lose with all its credits still covered
   std::array<std::uint64_t, kNumKinds> kind_surplus;  // kStealFirst: slabs a kind can lose and keep its floor
 };
 

@@ -34,12 +34,8 @@ std::uint32_t most_of(std::span<const PoolGeometry> pools) {
 }  // namespace
 
 SlabTable::SlabTable(std::span<const PoolGeometry> pools, std::uint32_t slabs)
-    : slabs_(slabs),
-      least_(least_of(pools)),
-      most_(most_of(pools)),
-      words_(new std::atomic<std::uint64_t>[slabs]),
-      epochs_(new std::atomic<std::uint32_t>[slabs]()),
-      widest_(new std::atomic<std::uint16_t>[slabs]()),
+    : slabs_(slabs), least_(least_of(pools)), most_(most_of(pools)), words_(new std::atomic<std::uint64_t>[slabs]),
+      epochs_(new std::atomic<std::uint32_t>[slabs]()), widest_(new std::atomic<std::uint16_t>[slabs]()),
       bitmap_(slabs, words_for(least_, 64), words_for(most_, 64)),
       confirmed_(slabs, words_for(least_, 32), words_for(most_, 32)) {
   HETKV_CHECK(slabs > 0 && slabs < SlabMove::kMaxSlabs, "the number of slabs");
@@ -54,7 +50,8 @@ bool SlabTable::enter(std::uint32_t slab, PoolId pool, std::uint32_t blocks) noe
   for (;;) {
     const SlabWord w{seen};
     if (w.owner() != pool || w.used() >= blocks) return false;
-    if (words_[slab].compare_exchange_weak(seen, w.add_used(1).bits, std::memory_order_acq_rel, std::memory_order_relaxed)) return true;
+    if (words_[slab].compare_exchange_weak(seen, w.add_used(1).bits, std::memory_order_acq_rel, std::memory_order_relaxed))
+      return true;
   }
 }
 
@@ -84,7 +81,8 @@ SlabTable::Place SlabTable::take(PoolId pool) noexcept {
     const std::uint32_t start = hint_slab(seen);
     for (std::uint32_t s = start; s < slabs_; ++s) {
       if (!enter(s, pool, blocks)) continue;
-      if (s > start) hint.compare_exchange_strong(seen, make_hint(hint_tag(seen), s), std::memory_order_release, std::memory_order_relaxed);
+      if (s > start)
+        hint.compare_exchange_strong(seen, make_hint(hint_tag(seen), s), std::memory_order_release, std::memory_order_relaxed);
       HETKV_TEST_POINT("take: counted, bit not taken");
       return {s, take_bit(s, blocks)};
     }
@@ -110,7 +108,8 @@ void SlabTable::put_back(PoolId pool, Place place) noexcept {
     seen.bits = word.load(std::memory_order_relaxed);
     do {
       HETKV_CHECK(seen.owner() == pool && seen.used() > 0, "a block was given back to a slab of another pool");
-    } while (!word.compare_exchange_weak(seen.bits, seen.add_used(-1).bits, std::memory_order_acq_rel, std::memory_order_relaxed));
+    } while (
+        !word.compare_exchange_weak(seen.bits, seen.add_used(-1).bits, std::memory_order_acq_rel, std::memory_order_relaxed));
   };
 #ifdef HETKV_PLANT_USED_FIRST
   lower_count();
@@ -127,8 +126,8 @@ void SlabTable::put_back(PoolId pool, Place place) noexcept {
 void SlabTable::lower_hint(PoolId pool, std::uint32_t slab) noexcept {
   std::atomic<std::uint64_t>& hint = hints_[pool].word;
   std::uint64_t seen = hint.load(std::memory_order_relaxed);
-  while (!hint.compare_exchange_weak(seen, make_hint(hint_tag(seen) + 1, std::min(hint_slab(seen), slab)), std::memory_order_acq_rel,
-                                     std::memory_order_relaxed)) {
+  while (!hint.compare_exchange_weak(seen, make_hint(hint_tag(seen) + 1, std::min(hint_slab(seen), slab)),
+                                     std::memory_order_acq_rel, std::memory_order_relaxed)) {
   }
 }
 
@@ -149,7 +148,8 @@ void SlabTable::grant(SlabMove move) noexcept {
   while (widest < blocks && !widest_[move.slab].compare_exchange_weak(widest, blocks, std::memory_order_relaxed)) {
   }
   HETKV_TEST_POINT("grant: before the owner changes");
-  if (words_[move.slab].compare_exchange_strong(seen, SlabWord::make(move.pool, 0, gen, last | (dirty ? SlabWord::kDirty : 0)).bits,
+  if (words_[move.slab].compare_exchange_strong(seen,
+                                                SlabWord::make(move.pool, 0, gen, last | (dirty ? SlabWord::kDirty : 0)).bits,
                                                 std::memory_order_acq_rel, std::memory_order_relaxed))
     lower_hint(move.pool, move.slab);
 }
@@ -185,7 +185,8 @@ void SlabTable::confirm_cleared(Place place) noexcept {
 }
 
 std::uint64_t SlabTable::metadata_bytes() const noexcept {
-  std::uint64_t bytes = sizeof(*this) + std::uint64_t{slabs_} * (sizeof(std::uint64_t) + sizeof(std::uint32_t) + sizeof(std::uint16_t));
+  std::uint64_t bytes =
+      sizeof(*this) + std::uint64_t{slabs_} * (sizeof(std::uint64_t) + sizeof(std::uint32_t) + sizeof(std::uint16_t));
   for (std::uint32_t s = 0; s < slabs_; ++s)
     if (const std::uint32_t blocks = widest(s); blocks > 0)
       bytes += bitmap_.bytes(words_for(blocks, 64)) + confirmed_.bytes(words_for(blocks, 32));

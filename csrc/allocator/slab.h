@@ -39,7 +39,8 @@ struct SlabWord {
   constexpr bool dirty() const { return (flags() & kDirty) != 0; }
 
   static constexpr SlabWord make(PoolId owner, std::uint32_t used, std::uint32_t gen, std::uint32_t flags) {
-    return {(std::uint64_t{owner} << kOwnerShift) | (std::uint64_t{used} << kUsedShift) | (std::uint64_t{gen} << kGenShift) | flags};
+    return {(std::uint64_t{owner} << kOwnerShift) | (std::uint64_t{used} << kUsedShift) | (std::uint64_t{gen} << kGenShift) |
+            flags};
   }
   constexpr SlabWord add_used(std::int32_t n) const {
     return {bits + (static_cast<std::uint64_t>(static_cast<std::int64_t>(n)) << kUsedShift)};

@@ -30,9 +30,7 @@ class SlabArray {
     return data_[(std::size_t{slabs_} + slab) * level + (i - level)];
   }
   // Bytes that a slab which has held up to `count` elements uses.
-  std::uint64_t bytes(std::uint32_t count) const noexcept {
-    return sizeof(T) * (count <= base_ ? base_ : std::bit_ceil(count));
-  }
+  std::uint64_t bytes(std::uint32_t count) const noexcept { return sizeof(T) * (count <= base_ ? base_ : std::bit_ceil(count)); }
 
  private:
   std::uint32_t slabs_, base_;

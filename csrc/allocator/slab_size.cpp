@@ -7,9 +7,9 @@ namespace hetkv {
 namespace {
 
 constexpr std::uint64_t kMostBlocks = 4096, kLeastSlabs = 16, kUsualSlabs = 512, kMostSlabs = 4096;
-constexpr std::uint64_t kSlabsPerPool = 8;   // so that every pool can hold a few beside the others
-constexpr std::uint64_t kTrials = 256;       // multiples of each block size
-constexpr double kSizeWeight = 0.004;        // what a factor of two in the number of slabs may cost in remainder
+constexpr std::uint64_t kSlabsPerPool = 8;  // so that every pool can hold a few beside the others
+constexpr std::uint64_t kTrials = 256;      // multiples of each block size
+constexpr double kSizeWeight = 0.004;       // what a factor of two in the number of slabs may cost in remainder
 
 constexpr std::uint64_t round_up(std::uint64_t bytes, std::uint64_t unit) { return (bytes + unit - 1) / unit * unit; }
 
@@ -25,7 +25,8 @@ double remainder(std::uint64_t slab, std::span<const std::uint64_t> block_bytes)
 std::uint64_t choose_slab_bytes(std::uint64_t arena_bytes, std::span<const std::uint64_t> block_bytes, std::uint64_t alignment) {
   const auto [smallest, largest] = std::minmax_element(block_bytes.begin(), block_bytes.end());
   const std::uint64_t least = round_up(std::max(*largest, arena_bytes / kMostSlabs), alignment);
-  const std::uint64_t most = std::max(least, std::min(kMostBlocks * *smallest, arena_bytes / kLeastSlabs) / alignment * alignment);
+  const std::uint64_t most =
+      std::max(least, std::min(kMostBlocks * *smallest, arena_bytes / kLeastSlabs) / alignment * alignment);
   if (least > arena_bytes) return 0;
   const std::uint64_t slabs = std::max(kUsualSlabs, kSlabsPerPool * block_bytes.size());
   const double wanted = static_cast<double>(std::clamp(arena_bytes / slabs, least, most));
@@ -35,7 +36,8 @@ std::uint64_t choose_slab_bytes(std::uint64_t arena_bytes, std::span<const std::
   const auto consider = [&](std::uint64_t slab) {
     if (slab < least || slab > most) return;
     const double lost = static_cast<double>(arena_bytes % slab) / static_cast<double>(arena_bytes);
-    const double cost = remainder(slab, block_bytes) + lost + kSizeWeight * std::abs(std::log2(static_cast<double>(slab) / wanted));
+    const double cost =
+        remainder(slab, block_bytes) + lost + kSizeWeight * std::abs(std::log2(static_cast<double>(slab) / wanted));
     if (best != 0 && cost >= best_cost) return;
     best = slab;
     best_cost = cost;

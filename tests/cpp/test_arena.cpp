@@ -145,7 +145,8 @@ class ArenaTest : public ::testing::TestWithParam<bool> {
   CacheLayout layout_ = three_pools();
   Arena arena_{layout_, config(4 * 16384, 16384, GetParam())};
 };
-INSTANTIATE_TEST_SUITE_P(Twins, ArenaTest, ::testing::Bool(), [](const auto& param_info) { return param_info.param ? "LockFree" : "Locked"; });
+INSTANTIATE_TEST_SUITE_P(Twins, ArenaTest, ::testing::Bool(),
+                         [](const auto& param_info) { return param_info.param ? "LockFree" : "Locked"; });
 using ArenaDeathTest = ArenaTest;
 INSTANTIATE_TEST_SUITE_P(Twins, ArenaDeathTest, ::testing::Bool(),
                          [](const auto& param_info) { return param_info.param ? "LockFree" : "Locked"; });

@@ -66,7 +66,8 @@ class ArenaStress : public ::testing::TestWithParam<bool> {
   Arena arena_{layout(), config()};
   std::vector<std::uint64_t> memory_ = std::vector<std::uint64_t>(arena_.bytes() / 8);
 };
-INSTANTIATE_TEST_SUITE_P(Twins, ArenaStress, ::testing::Bool(), [](const auto& param_info) { return param_info.param ? "LockFree" : "Locked"; });
+INSTANTIATE_TEST_SUITE_P(Twins, ArenaStress, ::testing::Bool(),
+                         [](const auto& param_info) { return param_info.param ? "LockFree" : "Locked"; });
 
 TEST_P(ArenaStress, BlocksStayInOneHand) {
   std::atomic<std::uint64_t> wrong{0}, reserved{0}, refused{0}, uncleared{0};

@@ -34,21 +34,30 @@ ObjectWord word(ObjectState state, std::uint32_t pins, std::uint32_t kids, std::
 
 std::string reason(Transition t) {
   switch (t) {
-    case Transition::kDone: return "done";
-    case Transition::kWrongState: return "wrong state";
-    case Transition::kWrongGeneration: return "wrong generation";
-    case Transition::kPinned: return "pinned";
-    case Transition::kHasKids: return "has kids";
-    case Transition::kFull: return "full";
+    case Transition::kDone:
+      return "done";
+    case Transition::kWrongState:
+      return "wrong state";
+    case Transition::kWrongGeneration:
+      return "wrong generation";
+    case Transition::kPinned:
+      return "pinned";
+    case Transition::kHasKids:
+      return "has kids";
+    case Transition::kFull:
+      return "full";
   }
   return "?";
 }
 
 std::string after(Released r) {
   switch (r) {
-    case Released::kAlive: return "alive";
-    case Released::kLastOfSealed: return "last of sealed";
-    case Released::kReapBroken: return "reap broken";
+    case Released::kAlive:
+      return "alive";
+    case Released::kLastOfSealed:
+      return "last of sealed";
+    case Released::kReapBroken:
+      return "reap broken";
   }
   return "?";
 }
@@ -62,7 +71,11 @@ struct Operation {
 
 std::vector<Operation> operations() {
   return {
-      {"begin_fill", 0, 0, [](ObjectControl c) { std::uint32_t gen = 0; return reason(c.begin_fill(&gen)); }},
+      {"begin_fill", 0, 0,
+       [](ObjectControl c) {
+         std::uint32_t gen = 0;
+         return reason(c.begin_fill(&gen));
+       }},
       {"seal", 1, 0, [](ObjectControl c) { return reason(c.seal(kGen)); }},
       {"abandon_fill", 1, 0, [](ObjectControl c) { return reason(c.abandon_fill(kGen)); }},
       {"pin", 0, 0, [](ObjectControl c) { return reason(c.pin(kGen)); }},
@@ -72,7 +85,11 @@ std::vector<Operation> operations() {
       {"drop_kid", 0, 1, [](ObjectControl c) { return after(c.drop_kid()); }},
       {"break_object", 0, 0, [](ObjectControl c) { return reason(c.break_object(kGen)); }},
       {"begin_evict", 0, 0, [](ObjectControl c) { return reason(c.begin_evict(kGen)); }},
-      {"finish_evict", 0, 0, [](ObjectControl c) { c.finish_evict(); return std::string("done"); }},
+      {"finish_evict", 0, 0,
+       [](ObjectControl c) {
+         c.finish_evict();
+         return std::string("done");
+       }},
   };
 }
 
@@ -80,7 +97,8 @@ std::vector<Operation> operations() {
 bool cannot_happen(const Operation& operation, ObjectState state) {
   const bool quiet = state == ObjectState::kAbsent || state == ObjectState::kEvicting;  // pins = 0 and kids = 0
   if (operation.name == "finish_evict") return state != ObjectState::kEvicting;
-  if (operation.name == "add_kid" || operation.name == "pin_again" || operation.name == "unpin" || operation.name == "drop_kid") return quiet;
+  if (operation.name == "add_kid" || operation.name == "pin_again" || operation.name == "unpin" || operation.name == "drop_kid")
+    return quiet;
   return false;
 }
 

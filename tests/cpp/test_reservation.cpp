@@ -150,7 +150,8 @@ TYPED_TEST(ReservationTest, J5_ShortIfItCouldFitImpossibleIfNever) {
   Limits limits{};
   limits[at(ObjectKind::kFullKv)].floor_slabs = 1;
   limits[at(ObjectKind::kSwaWindow)].cap_bytes = 2048;
-  World<TypeParam> w({pool(ObjectKind::kFullKv, 4), pool(ObjectKind::kSwaWindow, 4), pool(ObjectKind::kCompressedKv, 4)}, 4, limits);
+  World<TypeParam> w({pool(ObjectKind::kFullKv, 4), pool(ObjectKind::kSwaWindow, 4), pool(ObjectKind::kCompressedKv, 4)}, 4,
+                     limits);
   ASSERT_EQ(w.reserve({8, 0, 0}), Status::kReserved);
   EXPECT_EQ(w.reserve({0, 0, 12}), Status::kShort) << "12 blocks fit an empty arena";
   ReserveOutcome outcome = w.reservation.reserve(blocks({0, 0, 13}), kNone);
@@ -281,11 +282,13 @@ TYPED_TEST(ReservationTest, ClearBeforeUseFollowsTheHandOver) {
 // A plain model of the rules, written from their text: grants one slab at a time, steals one slab at a time.
 struct Model {
   const ReservationRules& rules;
-  std::vector<std::uint64_t> used;       // blocks and credits
-  std::vector<int> slab_owner;           // -1: nobody
+  std::vector<std::uint64_t> used;  // blocks and credits
+  std::vector<int> slab_owner;      // -1: nobody
   std::vector<std::uint32_t> slab_used;
 
-  std::uint64_t owned(std::size_t p) const { return static_cast<std::uint64_t>(std::count(slab_owner.begin(), slab_owner.end(), static_cast<int>(p))); }
+  std::uint64_t owned(std::size_t p) const {
+    return static_cast<std::uint64_t>(std::count(slab_owner.begin(), slab_owner.end(), static_cast<int>(p)));
+  }
   std::uint64_t kind_owned(ObjectKind kind) const {
     std::uint64_t sum = 0;
     for (std::size_t p = 0; p < used.size(); ++p) sum += rules.pools()[p].kind == kind ? owned(p) : 0;
@@ -306,7 +309,8 @@ struct Model {
       while (wanted(p) > room(p, m.owned(p))) {
         std::uint64_t unfilled = 0;
         for (std::size_t k = 0; k < kNumKinds; ++k) {
-          const std::uint64_t have = m.kind_owned(static_cast<ObjectKind>(k)), floor = rules.limits(static_cast<ObjectKind>(k)).floor_slabs;
+          const std::uint64_t have = m.kind_owned(static_cast<ObjectKind>(k)),
+                              floor = rules.limits(static_cast<ObjectKind>(k)).floor_slabs;
           unfilled += floor > have ? floor - have : 0;
         }
         const auto free = std::find(m.slab_owner.begin(), m.slab_owner.end(), -1);
@@ -355,7 +359,8 @@ TYPED_TEST(ReservationTest, RandomWalkBesideThePlainModel) {
       if (pick(3) == 0) limits[at(kind)].cap_bytes = 4096u * (1 + pick(num_slabs));
     }
     World<TypeParam> w(pools, num_slabs, limits);
-    Model model{w.rules, std::vector<std::uint64_t>(num_pools), std::vector<int>(num_slabs, -1), std::vector<std::uint32_t>(num_slabs)};
+    Model model{w.rules, std::vector<std::uint64_t>(num_pools), std::vector<int>(num_slabs, -1),
+                std::vector<std::uint32_t>(num_slabs)};
     const Model empty = model;
     std::vector<std::uint32_t> credits(num_pools);
     std::vector<std::set<std::pair<std::uint32_t, std::uint32_t>>> live(num_pools);
@@ -374,7 +379,9 @@ TYPED_TEST(ReservationTest, RandomWalkBesideThePlainModel) {
           const bool could = empty.fits(need, kNone);
           ASSERT_EQ(w.rules.possible(need).status == Status::kReserved, could);
           const bool fits = model.fits(need, headroom);
-          ASSERT_EQ(outcome.status, fits ? Status::kReserved : could ? Status::kShort : Status::kImpossible)
+          ASSERT_EQ(outcome.status, fits    ? Status::kReserved
+                                    : could ? Status::kShort
+                                            : Status::kImpossible)
               << "world " << world << " step " << step;
           if (outcome.status == Status::kImpossible) {
             ASSERT_GT(outcome.need, outcome.cap);
@@ -455,7 +462,8 @@ void run_threads(int count, const std::function<void(int)>& work) {
 // although nearly every reservation must steal.
 TYPED_TEST(ReservationTest, ThreadsARefusalIsExact) {
   constexpr int kThreads = 4, kRounds = 3000;
-  World<TypeParam> w({pool(ObjectKind::kFullKv, 1), pool(ObjectKind::kSwaWindow, 1), pool(ObjectKind::kCompressedKv, 1)}, kThreads);
+  World<TypeParam> w({pool(ObjectKind::kFullKv, 1), pool(ObjectKind::kSwaWindow, 1), pool(ObjectKind::kCompressedKv, 1)},
+                     kThreads);
   std::atomic<int> refused{0};
   run_threads(kThreads, [&](int t) {
     std::mt19937 random(static_cast<unsigned>(t));
@@ -573,7 +581,8 @@ class StoppedInside : public ::testing::TestWithParam<StopCase> {};
 // One thread stops at the point; another must finish a thousand rounds of every operation, grants and thefts among them.
 TEST_P(StoppedInside, OthersProgress) {
   using Victim = StopCase::Victim;
-  World<VectorReservation> w({pool(ObjectKind::kFullKv, 2), pool(ObjectKind::kSwaWindow, 1), pool(ObjectKind::kCompressedKv, 4)}, 6);
+  World<VectorReservation> w({pool(ObjectKind::kFullKv, 2), pool(ObjectKind::kSwaWindow, 1), pool(ObjectKind::kCompressedKv, 4)},
+                             6);
   const Victim victim = GetParam().victim;
   // Empty slabs of pool 0, so that there is something to steal; the victim's own block in pool 2.
   ASSERT_EQ(w.reserve({8, 0, 1}), Status::kReserved);
@@ -586,10 +595,18 @@ TEST_P(StoppedInside, OthersProgress) {
   SlabTable::Place taken;
   StoppedThread stopped(GetParam().point, [&] {
     switch (victim) {
-      case Victim::kGrants: outcome = w.reserve({0, 1, 0}); break;  // one slab is free
-      case Victim::kSteals: outcome = w.reserve({0, 2, 0}); break;  // one free, one stolen
-      case Victim::kTakes: taken = w.take(2); break;
-      case Victim::kFrees: w.free_block(2, held); break;
+      case Victim::kGrants:
+        outcome = w.reserve({0, 1, 0});
+        break;  // one slab is free
+      case Victim::kSteals:
+        outcome = w.reserve({0, 2, 0});
+        break;  // one free, one stolen
+      case Victim::kTakes:
+        taken = w.take(2);
+        break;
+      case Victim::kFrees:
+        w.free_block(2, held);
+        break;
     }
   });
   ASSERT_TRUE(stopped.stopped()) << "the operation never came to this point";
