@@ -56,6 +56,22 @@ Int64Array slots(SequenceHandle& self, std::int64_t group, std::int64_t begin, s
   return result;
 }
 
+// The model's name, and the fingerprint that tells two versions of one name apart.
+std::string version_text(const Version& version, const Version& other) {
+  if (version.model_name != other.model_name) return version.model_name;
+  if (version.abi != other.abi) return version.model_name + ", abi " + version.abi.hex();
+  return version.model_name + ", layout " + version.layout.hex();
+}
+
+void check_version(SequenceHandle& self) {
+  const Use use(self);
+  const VersionTable& versions = self.allocator()->versions();
+  const VersionId running = versions.current();
+  if (use->version() == running) return;
+  const Version &mine = versions.at(use->version()), &now = versions.at(running);
+  throw StaleVersionError(version_text(mine, now), version_text(now, mine));
+}
+
 // All proofs first, then all commits.
 void commit_point(SequenceHandle& self, std::int64_t position, const std::vector<std::pair<std::int64_t, std::int64_t>>& proofs) {
   const Use use(self);
@@ -141,9 +157,8 @@ void bind_steps(py::module_& m) {
 
   py::class_<StepArrays>(m, "StepArrays", "The arrays of a step, checked once and kept alive.")
       .def(py::init(&make_step_arrays), "groups"_a, "cu_seqlens_q"_a.noconvert(), "seqused_k"_a.noconvert(), "max_tokens"_a,
-           "groups: id to (block table int32 [sequences, entries], slots int64 [max_tokens]); cu_seqlens_q: int32 [sequences + "
-           "1];\n"
-           "seqused_k: int32 [sequences]. All C-contiguous and writeable.")
+           "groups: id to (block table int32 [sequences, entries], slots int64 [max_tokens]);\n"
+           "cu_seqlens_q: int32 [sequences + 1]; seqused_k: int32 [sequences]. All C-contiguous and writeable.")
       .def_property_readonly("max_sequences", [](const StepArrays& a) { return a.buffers.padded_sequences; })
       .def_property_readonly("max_tokens", [](const StepArrays& a) { return a.buffers.padded_tokens; });
 }
@@ -194,13 +209,6 @@ void bind_sequence(py::module_& m) {
           },
           "ids"_a.noconvert())
       .def(
-          "append_one",
-          [](SequenceHandle& s, std::int32_t id) {
-            if (id < 0) throw ArgumentError("ids", std::to_string(id), "a token id, 0 to 2147483647");
-            Use(s)->append_one(id);
-          },
-          "id"_a)
-      .def(
           "schedule",
           [](SequenceHandle& s, std::int64_t upto) {
             const Use use(s);
@@ -211,6 +219,7 @@ void bind_sequence(py::module_& m) {
           "upto"_a, NoGil())
       .def(
           "settle", [](SequenceHandle& s, const StepStamp& stamp) { return Use(s)->settle(stamp); }, "stamp"_a, NoGil())
+      .def("check_version", &check_version, "StaleVersionError unless its version is the one that runs now.")
       .def("hold_acceptance", [](SequenceHandle& s) { Use(s)->hold_acceptance(); })
       .def(
           "accept", [](SequenceHandle& s, std::int64_t upto) { Use(s)->accept(upto); }, "upto"_a, NoGil())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -68,6 +69,8 @@ class ArenaRows:
         return torch.arange(first, first + rows, dtype=torch.int64, device=self._arena.device)
 
     def _slots(self, slots: SlotInput) -> Tensor:
+        if isinstance(slots, np.ndarray) and not slots.flags.writeable:
+            slots = slots.copy()  # torch has no read-only tensors, and warns
         where = torch.as_tensor(slots, device=self._arena.device)
         if where.ndim != 1:
             raise ArgumentError("slots.ndim", str(where.ndim), "1")

@@ -142,6 +142,10 @@ class Sequence:
         """
         return self._core.settle(stamp)
 
+    def check_version(self) -> None:
+        """StaleVersionError if weights, ABI or layout changed since the admission: rows computed now would never be published."""
+        self._core.check_version()
+
     def restart_from_settled(self) -> None:
         """Forgets steps that were scheduled and not settled: late results of theirs are dropped."""
         self._core.restart_from_settled()

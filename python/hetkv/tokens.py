@@ -66,5 +66,8 @@ def _as_array(tokens: TokenInput, argument: str) -> npt.NDArray[Any]:
             raise ArgumentError(
                 argument, f"a tensor on {device}", "token ids on the CPU: call .cpu() where you can afford to wait"
             )
-        return tokens.detach().numpy()  # type: ignore[union-attr]
+        try:
+            return tokens.detach().numpy()  # type: ignore[union-attr]
+        except TypeError as error:  # a dtype that numpy does not have
+            raise ArgumentError(argument, f"a tensor of {tokens.dtype}", "integers (int32 is taken without copying)") from error
     raise ArgumentError(argument, f"a {type(tokens).__name__}", "an int32 numpy array, a CPU torch tensor, a list or a tuple")
