@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -14,7 +14,7 @@ from .state import Retention, StateAdapter, UnsupportedModelError
 from .tie_rule import TieRule, tie_rule_abi
 
 if TYPE_CHECKING:
-    from ...cache import Cache, Namespace
+    from ... import Cache, HashedPrefix, Namespace
 
 
 class PrefixCache:
@@ -45,7 +45,7 @@ class PrefixCache:
         *,
         max_new_tokens: int = 0,
         namespace: Namespace | None = None,
-        previous: Any = None,
+        previous: HashedPrefix | None = None,
     ) -> Session:
         """Admits a request and fills a fresh transformers cache with what can be resumed.
 

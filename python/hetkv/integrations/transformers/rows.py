@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicCache
 from .state import GroupState, PrefixState, Retention, Rows, StateAdapter
 
 if TYPE_CHECKING:
-    from ...cache import Cache, Sequence
+    from ... import Cache, Sequence
 
 
 class RowStore:

@@ -18,7 +18,7 @@ from .schedule import Generation, Runner
 from .state import StateAdapter, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from ...cache import Cache, HitReport, Sequence
+    from ... import Cache, HitReport, Sequence
 
 
 class Session:

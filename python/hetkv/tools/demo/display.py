@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from rich import box
 from rich.console import Console, Group
@@ -14,38 +15,54 @@ from rich.text import Text
 from .reference import Origin
 from .results import SENSITIVITY, Sensitivity, TurnResult
 
-_COLUMNS = (
-    "#",
-    "turn",
-    "prompt",
-    "hash hit",
-    "recoverable",
-    "lost",
-    "computed",
-    "cold ms",
-    "warm ms",
-    "resumed",
-    "same schedule",
-    "cold",
-    "tokens",
-)
-_LEFT = {"turn", "lost", "resumed"}
-
 LEGEND = (
     "prompt, hash hit, recoverable, computed: tokens (num_prompt_tokens, num_hash_hit_tokens, num_recoverable_tokens, and what "
-    "the embedding layer saw)\n"
-    "cold ms, warm ms: time to the first token.   resumed: how the restored state was made.\n"
-    "same schedule, cold: largest logit difference, over all tokens from the resume point on, to the run of the same schedule "
-    "(exactly 0) and to a cold prefill"
+    "the embedding layer saw).\n"
+    "cold ms, warm ms: time to the first token, without hetkv and with it.\n"
+    "resumed: how the restored state was made. mixed: every block equals one plain run's, but not all the same run's.\n"
+    "diff same, diff cold: largest logit difference, over every token from the resume point on, to the run of the same schedule "
+    "(must be 0) and to a cold prefill."
 )
 
-_RESUMED = {
-    Origin.NONE: "-",
-    Origin.CHUNKS: "chunks",
-    Origin.DECODING: "decoding",
-    Origin.MIXED: "mixed",
-    Origin.UNKNOWN: "UNKNOWN",
-}
+
+@dataclass(frozen=True)
+class _Column:
+    """Of the table. width: characters in text lines."""
+
+    name: str
+    width: int
+    left: bool = False
+
+
+_COLUMNS = (
+    _Column("#", 2),
+    _Column("turn", 19, left=True),
+    _Column("prompt", 7),
+    _Column("hash hit", 9),
+    _Column("recoverable", 12),
+    _Column("computed", 9),
+    _Column("cold ms", 8),
+    _Column("warm ms", 8),
+    _Column("resumed", 9, left=True),
+    _Column("diff same", 10),
+    _Column("diff cold", 10),
+    _Column("tokens", 7),
+)
+# Two header lines each, for terminals of 80 columns.
+_NARROW = (
+    _Column("#", 2),
+    _Column("turn", 19, left=True),
+    _Column("prompt", 7),
+    _Column("hash\nhit", 5),
+    _Column("reco-\nverable", 8),
+    _Column("compu-\nted", 7),
+    _Column("cold\nms", 5),
+    _Column("warm\nms", 5),
+    _Column("resumed", 9, left=True),
+    _Column("diff\nsame", 5),
+    _Column("diff\ncold", 8),
+)
+_WIDE = 150  # characters that the table with a column of losses needs
 
 
 def _cells(number: int, row: TurnResult) -> list[str]:
@@ -58,15 +75,25 @@ def _cells(number: int, row: TurnResult) -> list[str]:
         str(row.prompt_tokens),
         str(row.hash_hit_tokens),
         str(row.recoverable_tokens),
-        ", ".join(map(str, row.losses)),
         str(row.computed_tokens),
         f"{row.cold_first_token_ms:.0f}",
         f"{row.warm_first_token_ms:.0f}",
-        _RESUMED[row.origin],
+        "-" if row.origin is Origin.NONE else row.origin.value,
         difference(row.difference_schedule),
         difference(row.difference_cold),
         "equal" if row.tokens_equal else "DIFFER",
     ]
+
+
+def _losses(row: TurnResult) -> str:
+    return ", ".join(map(str, row.losses))
+
+
+def _text_line(columns: tuple[_Column, ...], cells: list[str]) -> str:
+    parts = []
+    for column, cell in zip(columns, cells, strict=False):
+        parts.append(f" {cell:<{column.width - 1}}" if column.left else f"{cell:>{column.width}}")
+    return "".join(parts)
 
 
 class Display:
@@ -94,9 +121,10 @@ class Display:
         self._rows, self._title, self._status = [], title, ""
         if not self.console.is_terminal:
             self.line(f"\n{title}")
-            self.line("  ".join(_COLUMNS))
+            self.line(_text_line(_COLUMNS, [column.name for column in _COLUMNS]) + "  lost")
             yield
             return
+        self.console.print()
         with Live(console=self.console, transient=True, refresh_per_second=8) as live:
             self._live = live
             try:
@@ -112,12 +140,15 @@ class Display:
         if self._live is not None:
             self._refresh()
         elif not self.console.is_terminal:
-            self.line("  ".join(_cells(len(self._rows), row)))
+            self.line(_text_line(_COLUMNS, _cells(len(self._rows), row)) + f"  {_losses(row)}")
         for problem in row.problems:
             self.line(f"    {row.label}: {problem}", "bold red")
 
     def sensitivity(self, rows: list[Sensitivity]) -> None:
         """What one zeroed row of each group does."""
+        if not rows:
+            self.line("No row to zero: at this capacity the last prompt cannot be resumed from anywhere")
+            return
         parts = [f"{item.group} {item.row}: {item.change:.2f}" for item in rows]
         style = "" if all(item.ok for item in rows) else "bold red"
         self.line(f"One zeroed row changes the logits (at least {SENSITIVITY:g}) — " + "; ".join(parts), style)
@@ -126,14 +157,29 @@ class Display:
         if self._live is None:
             return
         # A live display cannot scroll: show the newest rows that fit, all of them when the section ends.
-        fitting = max(3, (self.console.height - 6) // 2)
+        fitting = max(3, (self.console.height - 7) // 2)
         first = max(0, len(self._rows) - fitting)
-        self._live.update(Group(self._table(self._rows[first:], first), Text(f" … {self._status}", style="dim")))
+        status = Text(f" … {self._status}", style="dim", no_wrap=True, overflow="ellipsis")
+        self._live.update(Group(self._table(self._rows[first:], first), status))
 
-    def _table(self, rows: list[TurnResult], first: int) -> Table:
-        table = Table(title=self._title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-        for name in _COLUMNS:
-            table.add_column(name, justify="left" if name in _LEFT else "right", overflow="fold")
+    def _table(self, rows: list[TurnResult], first: int) -> Group | Table:
+        """The rows, numbered from first + 1: as a table or, on a narrow terminal, two lines each."""
+        if self.console.width < _WIDE:
+            return self._lines(rows, first)
+        table = Table(title=self._title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        for column in _COLUMNS:
+            table.add_column(column.name, justify="left" if column.left else "right", no_wrap=True)
+        table.add_column("lost")
         for number, row in enumerate(rows, first + 1):
-            table.add_row(*_cells(number, row), style="" if row.ok else "bold red")
+            table.add_row(*_cells(number, row), _losses(row), style="" if row.ok else "bold red")
         return table
+
+    def _lines(self, rows: list[TurnResult], first: int) -> Group:
+        upper = _text_line(_NARROW, [column.name.partition("\n")[0] for column in _NARROW])
+        lower = _text_line(_NARROW, [column.name.partition("\n")[2] for column in _NARROW])
+        lines = [Text(self._title, style="italic"), Text(upper, style="bold"), Text(lower, style="bold")]
+        for number, row in enumerate(rows, first + 1):
+            lines.append(Text(_text_line(_NARROW, _cells(number, row)), style="" if row.ok else "bold red", no_wrap=True))
+            tokens = "" if row.tokens_equal else "TOKENS DIFFER; "
+            lines.append(Text(f"   {tokens}lost {_losses(row)}", style="dim", no_wrap=True, overflow="ellipsis"))
+        return Group(*lines)

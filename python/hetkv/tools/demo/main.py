@@ -18,6 +18,7 @@ from .display import LEGEND, Display
 from .models import MODEL_NAMES
 from .provocations import Provocations
 from .results import ModelResult
+from .sensitivity import measure
 from .serving import ServedModel
 from .tokenizer import Tokenizer
 from .workload import Workload
@@ -75,13 +76,13 @@ def _run_model(name: str, tokenizer: Tokenizer, options: DemoOptions, display: D
             display.row(row)
     result.stats = served.cache.stats()
     display.line(_load_line(result))
+    result.sensitivity = list(measure(served, prompt))
+    display.sensitivity(result.sensitivity)
     provocations = Provocations(served, prompt)
     with display.section(f"{name}: the same prompt again, with faults provoked"):
         for row in provocations.run():
             result.provocations.append(row)
             display.row(row)
-    result.sensitivity = list(provocations.sensitivity())
-    display.sensitivity(result.sensitivity)
     result.seconds = time.perf_counter() - started
     return result
 

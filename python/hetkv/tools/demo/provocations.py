@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ...integrations.transformers import Retention
-from .results import Sensitivity, TurnResult
-from .sensitivity import measure
+from .results import TurnResult
 from .serving import ALIGNMENT, ServedModel
 
 _EVERYTHING = 1 << 30
@@ -40,16 +39,12 @@ class Provocations:
             if provocation.undo is not None:
                 provocation.undo()
 
-    def sensitivity(self) -> Iterator[Sensitivity]:
-        """How much one zeroed row of each kind changes the logits."""
-        return measure(self._served, self._prompt)
-
     def _list(self) -> Iterator[Provocation]:
         cache, served = self._served.cache, self._served
         groups = {group.name: group for group in served.adapter.groups}
         tails = [name for name, group in groups.items() if group.retention is Retention.TAIL]
         history = "csa_index" if "csa_index" in groups else "full"
-        what = "one indexer block gone" if history == "csa_index" else "one history block gone"
+        what = "indexer block gone" if history == "csa_index" else "history block gone"
         yield Provocation("windows evicted", "window_evicted", lambda: cache.evict("swa_window", _EVERYTHING))
         if tails:
             yield Provocation("tail evicted", "tail_evicted", lambda: cache.evict_object(self._prompt, self._hit(), tails[0]))

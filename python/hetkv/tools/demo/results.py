@@ -119,7 +119,7 @@ class ModelResult:
     @property
     def ok(self) -> bool:
         """Whether no output and no number differed from what was promised."""
-        return all(item.ok for item in [*self.turns, *self.provocations, *self.sensitivity])
+        return all(row.ok for row in [*self.turns, *self.provocations]) and all(item.ok for item in self.sensitivity)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `json.dump`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from functools import cache
-from pydoc_data.topics import topics  # type: ignore[import-not-found]
+from pydoc_data.topics import topics
 
 _PIECES = re.compile(r" ?[A-Za-z]+| ?[0-9]+|\n+ *| +|[^\w\s]|.", re.DOTALL)
 _BYTES = 256

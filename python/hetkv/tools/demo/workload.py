@@ -66,6 +66,7 @@ class Workload:
         # Questions are sentences of topics that are no document here.
         self._sentences = tokenizer.encode("\n".join(text for name, text in texts.items() if name not in chosen))
         self.conversations: list[Conversation] = []
+        self._started = 0
         self._script = ["new", "next", "new", "next", "branch"]
 
     def next_turn(self) -> Turn:
@@ -87,10 +88,11 @@ class Workload:
 
     def _new(self) -> Turn:
         # The first two conversations read the same document, so the second one shares it.
-        document = 0 if len(self.conversations) < 2 else self._random.randrange(_DOCUMENTS)
+        document = 0 if self._started < 2 else self._random.randrange(_DOCUMENTS)
         conversation = Conversation(
-            user=len(self.conversations) % _USERS, document=document, tokens=[*self._system, *self._documents[document]]
+            user=self._started % _USERS + 1, document=document, tokens=[*self._system, *self._documents[document]]
         )
+        self._started += 1
         self.conversations.append(conversation)
         return Turn("new", conversation, [*conversation.tokens, *self._question()])
 
