@@ -22,7 +22,9 @@ GroupSpec group(std::string name, ObjectKind kind, Retention retention, std::uin
   return spec;
 }
 
-std::vector<FieldSpec> key_value() { return {{"k", DType::kBFloat16, {1, 128}, false}, {"v", DType::kBFloat16, {1, 128}, false}}; }
+std::vector<FieldSpec> key_value() {
+  return {{"k", DType::kBFloat16, {1, 128}, false}, {"v", DType::kBFloat16, {1, 128}, false}};
+}
 
 std::vector<GroupSpec> v4_groups() {
   const auto entries = [](std::uint32_t width) { return std::vector<FieldSpec>{{"kv", DType::kBFloat16, {width}, false}}; };

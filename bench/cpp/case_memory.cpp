@@ -29,7 +29,8 @@ void reserve_and_free(const Plan& plan, const std::string& name, bool lock_free,
   credits.time = measure(plan.repeats, kRounds, [&] {
     for (std::size_t i = 0; i < kRounds; ++i) {
       Charge charge;
-      HETKV_CHECK(arena.reserve(need, {}, charge).status == ReserveOutcome::Status::kReserved, "a reservation of a benchmark was refused");
+      HETKV_CHECK(arena.reserve(need, {}, charge).status == ReserveOutcome::Status::kReserved,
+                  "a reservation of a benchmark was refused");
     }
   });
   credits.extra = {{"pools", static_cast<double>(layout.groups().size())}};
@@ -40,7 +41,8 @@ void reserve_and_free(const Plan& plan, const std::string& name, bool lock_free,
   whole.time = measure(plan.repeats, kWholeRounds, [&] {
     for (std::size_t i = 0; i < kWholeRounds; ++i) {
       Charge charge;
-      HETKV_CHECK(arena.reserve(need, {}, charge).status == ReserveOutcome::Status::kReserved, "a reservation of a benchmark was refused");
+      HETKV_CHECK(arena.reserve(need, {}, charge).status == ReserveOutcome::Status::kReserved,
+                  "a reservation of a benchmark was refused");
       taken.clear();
       for (std::size_t pool = 0; pool < layout.pools().size(); ++pool) {
         for (std::uint32_t b = 0; b < need[pool]; ++b) taken.push_back(charge.take(static_cast<PoolId>(pool)));

@@ -69,8 +69,8 @@ std::vector<std::int32_t> tokens_of(const Request& request) {
   return tokens;
 }
 
-void replay(const ReplayOptions& options, const std::vector<Request>& requests, const std::string& layout_name, std::uint32_t block,
-            const std::string& retention, Report& report) {
+void replay(const ReplayOptions& options, const std::vector<Request>& requests, const std::string& layout_name,
+            std::uint32_t block, const std::string& retention, Report& report) {
   const CacheLayout layout = make_layout(layout_name, block);
   Engine engine(layout, history_bytes(layout, options.pool_blocks), retention);
   std::int64_t prompt = 0, hash_hits = 0, recoverable = 0;
@@ -108,7 +108,8 @@ bool replay_trace(const ReplayOptions& options, Report& report) {
   std::istream& in = options.path == "-" ? std::cin : file;
   const auto requests = in ? read_trace(in, options.limit) : std::nullopt;
   if (!requests || requests->empty()) {
-    std::fprintf(stderr, "hetkv_bench: '%s' is not a trace: JSON lines with input_length and hash_ids (unpack .gz first)\n", options.path.c_str());
+    std::fprintf(stderr, "hetkv_bench: '%s' is not a trace: JSON lines with input_length and hash_ids (unpack .gz first)\n",
+                 options.path.c_str());
     return false;
   }
   for (const std::string& layout : options.layouts) {

@@ -34,7 +34,13 @@ void cold_admission(const Plan& plan, const std::string& name, std::uint32_t blo
     sequence = engine.admit(prompt);
   };
   Result admit{.name = "cold_admit", .layout = name, .block_size = block, .tokens = plan.request_tokens};
-  admit.time = measure(plan.repeats, 1, [&] { sequence.reset(); fresh(); }, [&] { sequence = engine.admit(prompt); });
+  admit.time = measure(
+      plan.repeats, 1,
+      [&] {
+        sequence.reset();
+        fresh();
+      },
+      [&] { sequence = engine.admit(prompt); });
   admit.extra = {{"ns_per_block", admit.time.median_ns / blocks_of(plan.request_tokens, block)}};
   report.add(std::move(admit));
 
@@ -42,7 +48,13 @@ void cold_admission(const Plan& plan, const std::string& name, std::uint32_t blo
   if (name == "v4") return;
   auto schedule = [&] { HETKV_CHECK(!sequence->schedule(plan.request_tokens, &stamp), "a step of a benchmark found no room"); };
   Result scheduled{.name = "schedule", .layout = name, .block_size = block, .tokens = plan.request_tokens};
-  scheduled.time = measure(plan.repeats, 1, [&] { sequence.reset(); admitted(); }, schedule);
+  scheduled.time = measure(
+      plan.repeats, 1,
+      [&] {
+        sequence.reset();
+        admitted();
+      },
+      schedule);
   scheduled.extra = {{"ns_per_block", scheduled.time.median_ns / blocks_of(plan.request_tokens, block)}};
   report.add(std::move(scheduled));
 
@@ -51,13 +63,27 @@ void cold_admission(const Plan& plan, const std::string& name, std::uint32_t blo
     sequence->settle(stamp);
   };
   Result settled{.name = "settle", .layout = name, .block_size = block, .tokens = plan.request_tokens};
-  settled.time = measure(plan.repeats, 1, [&] { sequence.reset(); admitted(); schedule(); }, settle);
+  settled.time = measure(
+      plan.repeats, 1,
+      [&] {
+        sequence.reset();
+        admitted();
+        schedule();
+      },
+      settle);
   settled.extra = {{"ns_per_block", settled.time.median_ns / blocks_of(plan.request_tokens, block)}};
   report.add(std::move(settled));
 
   Result published{.name = "publish", .layout = name, .block_size = block, .tokens = plan.request_tokens};
-  published.time = measure(plan.repeats, 1, [&] { sequence.reset(); admitted(); schedule(); settle(); },
-                           [&] { keep(sequence->publish(plan.request_tokens).published_tokens); });
+  published.time = measure(
+      plan.repeats, 1,
+      [&] {
+        sequence.reset();
+        admitted();
+        schedule();
+        settle();
+      },
+      [&] { keep(sequence->publish(plan.request_tokens).published_tokens); });
   published.extra = {{"ns_per_block", published.time.median_ns / blocks_of(plan.request_tokens, block)}};
   report.add(std::move(published));
   sequence.reset();
@@ -96,7 +122,10 @@ void decode(const Plan& plan, const std::string& name, std::uint32_t block, bool
   engine.serve(prompt);
   constexpr std::int64_t kTokens = 2048;
   std::unique_ptr<Sequence> sequence;
-  Result result{.name = publish ? "decode_token_and_publish" : "decode_token", .layout = name, .block_size = block, .tokens = plan.request_tokens};
+  Result result{.name = publish ? "decode_token_and_publish" : "decode_token",
+                .layout = name,
+                .block_size = block,
+                .tokens = plan.request_tokens};
   result.time = measure(
       plan.repeats, kTokens,
       [&] {
@@ -126,7 +155,8 @@ void metadata(const Plan& plan, const std::string& name, std::uint32_t block, Re
   Engine engine(layout, history_bytes(layout, pool));
   for (std::uint64_t seed = 0; seed < 40; ++seed) engine.serve(make_prompt(tokens, 500 + seed));
   std::uint64_t live = 0;
-  for (std::size_t p = 0; p < layout.pools().size(); ++p) live += engine.allocator().arena().usage(static_cast<PoolId>(p)).blocks_live;
+  for (std::size_t p = 0; p < layout.pools().size(); ++p)
+    live += engine.allocator().arena().usage(static_cast<PoolId>(p)).blocks_live;
   const auto nodes = static_cast<double>(engine.allocator().store().live_nodes());
   const auto bytes = static_cast<double>(engine.allocator().metadata_bytes());
   Result result{.name = "metadata", .layout = name, .block_size = block};

@@ -60,7 +60,8 @@ void by_threads(const Plan& plan, const std::string& name, std::uint32_t block, 
   // Thread counts alternate within each repeat, and the scaling is the median of ratios of neighbours.
   std::vector<std::vector<Rate>> rates(plan.thread_counts.size());
   for (std::size_t i = 0; i < plan.repeats; ++i) {
-    for (std::size_t k = 0; k < plan.thread_counts.size(); ++k) rates[k].push_back(rate(plan.thread_counts[k], plan.thread_seconds, work));
+    for (std::size_t k = 0; k < plan.thread_counts.size(); ++k)
+      rates[k].push_back(rate(plan.thread_counts[k], plan.thread_seconds, work));
   }
   for (std::size_t k = 0; k < plan.thread_counts.size(); ++k) {
     std::vector<double> ns, ratios, cpu, cpu_ratios;
@@ -70,7 +71,8 @@ void by_threads(const Plan& plan, const std::string& name, std::uint32_t block, 
       cpu.push_back(rates[k][i].cpu_ns);
       cpu_ratios.push_back(plan.thread_counts[k] * rates[0][i].cpu_ns / rates[k][i].cpu_ns);
     }
-    Result result{.name = name, .layout = "full", .block_size = block, .tokens = plan.lookup_tokens, .threads = plan.thread_counts[k]};
+    Result result{
+        .name = name, .layout = "full", .block_size = block, .tokens = plan.lookup_tokens, .threads = plan.thread_counts[k]};
     result.time = timing_of(std::move(ns));  // of one operation on one thread
     result.operations_per_second = 1e9 * plan.thread_counts[k] / result.time.median_ns;
     const double best = *std::max_element(ratios.begin(), ratios.end());
@@ -91,7 +93,9 @@ void measure_threads(const Plan& plan, Report& report) {
     Engine engine(layout, history_bytes(layout, 2 * blocks + 8192));
     const auto prompt = make_prompt(static_cast<std::size_t>(plan.lookup_tokens) + 8, 7);
     engine.serve(prompt);
-    by_threads(plan, "threads_probe", block, [&] { keep(engine.allocator().probe(prompt, engine.space()).num_recoverable_tokens); }, report);
+    by_threads(
+        plan, "threads_probe", block, [&] { keep(engine.allocator().probe(prompt, engine.space()).num_recoverable_tokens); },
+        report);
     by_threads(plan, "threads_warm_admit", block, [&] { keep(engine.admit(prompt)->num_computed_tokens()); }, report);
   }
 }

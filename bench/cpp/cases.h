@@ -10,19 +10,19 @@
 namespace hetkv::bench {
 
 struct Plan {
-  std::vector<std::int64_t> prefixes;       // tokens
-  std::vector<std::uint32_t> block_sizes;   // tokens
+  std::vector<std::int64_t> prefixes;      // tokens
+  std::vector<std::uint32_t> block_sizes;  // tokens
   std::vector<std::uint32_t> thread_counts;
-  std::int64_t request_tokens = 32768;      // cold admission, churn, publish
-  std::int64_t lookup_tokens = 131072;      // lookups by threads
+  std::int64_t request_tokens = 32768;  // cold admission, churn, publish
+  std::int64_t lookup_tokens = 131072;  // lookups by threads
   std::size_t repeats = 11;
-  double thread_seconds = 0.25;             // of one sample with threads
+  double thread_seconds = 0.25;  // of one sample with threads
 };
 
-void measure_memory(const Plan& plan, Report& report);      // reserve and free, pin and unpin
-void measure_prefixes(const Plan& plan, Report& report);    // hash, probe, warm admit, with and without the conversation so far
-void measure_requests(const Plan& plan, Report& report);    // cold admission, publication, churn, decode, metadata
-void measure_threads(const Plan& plan, Report& report);     // probes and admissions by thread count
+void measure_memory(const Plan& plan, Report& report);    // reserve and free, pin and unpin
+void measure_prefixes(const Plan& plan, Report& report);  // hash, probe, warm admit, with and without the conversation so far
+void measure_requests(const Plan& plan, Report& report);  // cold admission, publication, churn, decode, metadata
+void measure_threads(const Plan& plan, Report& report);   // probes and admissions by thread count
 
 struct ReplayOptions {
   std::string path;                    // of JSON lines with input_length and hash_ids; "-" = stdin

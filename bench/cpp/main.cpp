@@ -13,7 +13,8 @@ namespace {
 using namespace hetkv::bench;
 
 constexpr const char* kUsage =
-    "usage: hetkv_bench [--quick | --smallest] [--only memory,prefix,request,threads] [--block 16,64] [--repeats N] [--json FILE]\n"
+    "usage: hetkv_bench [--quick | --smallest] [--only memory,prefix,request,threads] [--block 16,64] [--repeats N] [--json "
+    "FILE]\n"
     "       hetkv_bench --replay FILE|- [--name NAME] [--limit N] [--pool BLOCKS] [--layouts full,full+window,v4]\n"
     "                   [--retention adaptive,turn_ends,...] [--block 64] [--json FILE]\n"
     "  --quick     prefixes of 8k, 32k and 128k tokens only\n"

@@ -52,12 +52,15 @@ std::string number(double value) {
 
 void Report::add(Result result) {
   if (result.operations_per_second == 0 && result.time.median_ns > 0) result.operations_per_second = 1e9 / result.time.median_ns;
-  if (!headed_) std::printf("%-26s %-12s %5s %8s %7s %12s %14s  %s\n", "case", "layout", "block", "tokens", "threads", "median", "operations/s", "more");
+  if (!headed_)
+    std::printf("%-26s %-12s %5s %8s %7s %12s %14s  %s\n", "case", "layout", "block", "tokens", "threads", "median",
+                "operations/s", "more");
   headed_ = true;
   std::string more;
   for (const auto& [name, value] : result.extra) more += name + "=" + number(value) + " ";
-  std::printf("%-26s %-12s %5" PRIu32 " %8" PRId64 " %7" PRIu32 " %12s %14.0f  %s\n", result.name.c_str(), result.layout.c_str(), result.block_size,
-              result.tokens, result.threads, with_unit(result.time.median_ns).c_str(), result.operations_per_second, more.c_str());
+  std::printf("%-26s %-12s %5" PRIu32 " %8" PRId64 " %7" PRIu32 " %12s %14.0f  %s\n", result.name.c_str(), result.layout.c_str(),
+              result.block_size, result.tokens, result.threads, with_unit(result.time.median_ns).c_str(),
+              result.operations_per_second, more.c_str());
   std::fflush(stdout);
   results_.push_back(std::move(result));
 }
@@ -75,9 +78,10 @@ bool Report::write_json(const std::string& path, const std::string& mode) const 
       << ",\n  \"compiler\": " << quoted(__VERSION__) << ",\n  \"loadavg\": " << quoted(load) << ",\n  \"results\": [";
   const char* separator = "\n";
   for (const Result& r : results_) {
-    out << separator << "    {\"case\": " << quoted(r.name) << ", \"layout\": " << quoted(r.layout) << ", \"block\": " << r.block_size
-        << ", \"tokens\": " << r.tokens << ", \"threads\": " << r.threads << ", \"median_ns\": " << number(r.time.median_ns)
-        << ", \"least_ns\": " << number(r.time.least_ns) << ", \"most_ns\": " << number(r.time.most_ns) << ", \"repeats\": " << r.time.repeats
+    out << separator << "    {\"case\": " << quoted(r.name) << ", \"layout\": " << quoted(r.layout)
+        << ", \"block\": " << r.block_size << ", \"tokens\": " << r.tokens << ", \"threads\": " << r.threads
+        << ", \"median_ns\": " << number(r.time.median_ns) << ", \"least_ns\": " << number(r.time.least_ns)
+        << ", \"most_ns\": " << number(r.time.most_ns) << ", \"repeats\": " << r.time.repeats
         << ", \"operations_per_second\": " << number(r.operations_per_second);
     for (const auto& [name, value] : r.extra) out << ", " << quoted(name) << ": " << number(value);
     out << "}";

@@ -11,12 +11,12 @@
 namespace hetkv::bench {
 
 struct Result {
-  std::string name = {};           // of the case: "warm_admit", ...
-  std::string layout = {};         // "full", "full+window", "v4"; "" where it does not matter
-  std::uint32_t block_size = 0;    // tokens
-  std::int64_t tokens = 0;         // length of the prefix or prompt; 0 where it does not matter
+  std::string name = {};         // of the case: "warm_admit", ...
+  std::string layout = {};       // "full", "full+window", "v4"; "" where it does not matter
+  std::uint32_t block_size = 0;  // tokens
+  std::int64_t tokens = 0;       // length of the prefix or prompt; 0 where it does not matter
   std::uint32_t threads = 1;
-  Timing time = {};                // of one operation
+  Timing time = {};  // of one operation
   double operations_per_second = 0;
   std::vector<std::pair<std::string, double>> extra = {};  // named numbers: "ns_per_block", "bytes_per_block", ...
 };
