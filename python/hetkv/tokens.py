@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -61,13 +61,12 @@ def _as_array(tokens: TokenInput, argument: str) -> npt.NDArray[Any]:
             raise ArgumentError(argument, f"a {type(tokens).__name__} of objects", f"integers, 0 to {_LARGEST}")
         return ids
     device = getattr(tokens, "device", None)
-    if device is not None and getattr(device, "type", None) is not None:  # a torch tensor
-        if device.type != "cpu":
-            raise ArgumentError(
-                argument, f"a tensor on {device}", "token ids on the CPU: call .cpu() where you can afford to wait"
-            )
-        try:
-            return tokens.detach().numpy()  # type: ignore[union-attr]
-        except TypeError as error:  # a dtype that numpy does not have
-            raise ArgumentError(argument, f"a tensor of {tokens.dtype}", "integers (int32 is taken without copying)") from error
-    raise ArgumentError(argument, f"a {type(tokens).__name__}", "an int32 numpy array, a CPU torch tensor, a list or a tuple")
+    if getattr(device, "type", None) is None:
+        raise ArgumentError(argument, f"a {type(tokens).__name__}", "an int32 numpy array, a CPU torch tensor, a list or a tuple")
+    tensor = cast("Tensor", tokens)
+    if tensor.device.type != "cpu":
+        raise ArgumentError(argument, f"a tensor on {device}", "token ids on the CPU: call .cpu() where you can afford to wait")
+    try:
+        return tensor.detach().numpy()
+    except TypeError as error:  # a dtype that numpy does not have
+        raise ArgumentError(argument, f"a tensor of {tensor.dtype}", "integers (int32 is taken without copying)") from error

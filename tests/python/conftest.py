@@ -36,7 +36,9 @@ def hybrid_layout() -> CacheLayout:
                 fields=[FieldSpec("kv", F32, [8])],
                 compress_ratio=4,
             ),
-            GroupSpec("win", ObjectKind.swa_window, Retention.window, owner_layers=[1, 3], fields=[FieldSpec("k", F32, [8])], window=20),
+            GroupSpec(
+                "win", ObjectKind.swa_window, Retention.window, owner_layers=[1, 3], fields=[FieldSpec("k", F32, [8])], window=20
+            ),
             GroupSpec(
                 "tail",
                 ObjectKind.uncompressed_tail,
@@ -46,7 +48,9 @@ def hybrid_layout() -> CacheLayout:
                 compress_ratio=4,
                 overlap_rows=4,
             ),
-            GroupSpec("state", ObjectKind.recurrent_state, Retention.snapshot, owner_layers=[4], fields=[FieldSpec("s", F32, [3])]),
+            GroupSpec(
+                "state", ObjectKind.recurrent_state, Retention.snapshot, owner_layers=[4], fields=[FieldSpec("s", F32, [3])]
+            ),
         ],
     )
 
