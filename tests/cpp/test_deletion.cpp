@@ -17,9 +17,11 @@ constexpr std::int64_t kBlocks = 7;
 CacheLayout everything_layout() {
   GroupSpec index = make_group("index", ObjectKind::kIndexerState, Retention::kHistory, 4);
   index.indexes = "kv";
-  return CacheLayout::build("everything", 16,
-                            {make_group("kv", ObjectKind::kCompressedKv, Retention::kHistory, 4), index, window_group(17, "narrow"), window_group(60, "wide"),
-                             tail_group("tail", 4, 4), tail_group("long_tail", 64, 0), make_group("gdn", ObjectKind::kRecurrentState, Retention::kSnapshot)});
+  return CacheLayout::build(
+      "everything", 16,
+      {make_group("kv", ObjectKind::kCompressedKv, Retention::kHistory, 4), index, window_group(17, "narrow"),
+       window_group(60, "wide"), tail_group("tail", 4, 4), tail_group("long_tail", 64, 0),
+       make_group("gdn", ObjectKind::kRecurrentState, Retention::kSnapshot)});
 }
 
 struct Row {
@@ -74,13 +76,15 @@ class Deletion : public ::testing::TestWithParam<Row> {
     Model model{layout, kBlocks, {}};
     for (const GroupId id : layout.point_groups()) {
       for (std::int64_t e = 1; e <= kBlocks; ++e) {
-        if (layout.group(id).spec.retention == Retention::kWindow || !layout.need(id, e * 16).empty()) model.points.emplace(id, e);
+        if (layout.group(id).spec.retention == Retention::kWindow || !layout.need(id, e * 16).empty())
+          model.points.emplace(id, e);
       }
     }
     return model;
   }
   // The report must say what the model says: hash hit, hit, and one loss per check.
-  static void check(Setup& setup, const Model& model, const std::vector<Loss>& identity, bool evicted_points, const std::string& what) {
+  static void check(Setup& setup, const Model& model, const std::vector<Loss>& identity, bool evicted_points,
+                    const std::string& what) {
     const CacheLayout& layout = model.layout;
     std::vector<Loss> expected{{LossReason::kGranularity, -1, 1}};
     expected.insert(expected.end(), identity.begin(), identity.end());
@@ -124,7 +128,8 @@ TEST_P(Deletion, EveryPointObjectInTurn) {
     for (const bool evict : {true, false}) {
       Setup setup(layout);
       check(setup, whole, {}, false, "nothing deleted");
-      const std::string what = std::string(evict ? "evicted " : "broken ") + layout.group(id).spec.name + " at " + std::to_string(e);
+      const std::string what =
+          std::string(evict ? "evicted " : "broken ") + layout.group(id).spec.name + " at " + std::to_string(e);
       KvAllocator& allocator = setup.engine.allocator();
       if (evict) {
         EXPECT_TRUE(allocator.evict_object(setup.tokens, setup.engine.space(), e * 16, id)) << what;
@@ -158,7 +163,8 @@ TEST_P(Deletion, EveryHistoryObjectInTurn) {
       }
       for (const LossReason reason : {LossReason::kChecksum, LossReason::kIncomplete, LossReason::kIndexStale}) {
         Setup setup(layout);
-        EXPECT_EQ(setup.engine.allocator().quarantine(setup.tokens, setup.engine.space(), e * 16, id, reason), static_cast<std::uint64_t>(kBlocks - e + 1));
+        EXPECT_EQ(setup.engine.allocator().quarantine(setup.tokens, setup.engine.space(), e * 16, id, reason),
+                  static_cast<std::uint64_t>(kBlocks - e + 1));
         Model left = whole;
         left.history = e - 1;
         check(setup, left, {{reason, id, (kBlocks - e + 1) * 16}}, false, "broken " + what);
@@ -188,8 +194,9 @@ TEST_P(Deletion, AnySubset) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Layouts, Deletion,
-                         ::testing::Values(Row{"full", [] { return full_layout(); }}, Row{"window", [] { return window_layout(); }},
-                                           Row{"v4", [] { return v4_layout(); }}, Row{"snapshot", [] { return snapshot_layout(); }},
+                         ::testing::Values(Row{"full", [] { return full_layout(); }},
+                                           Row{"window", [] { return window_layout(); }}, Row{"v4", [] { return v4_layout(); }},
+                                           Row{"snapshot", [] { return snapshot_layout(); }},
                                            Row{"everything", [] { return everything_layout(); }}),
                          [](const ::testing::TestParamInfo<Row>& row) { return std::string(row.param.name); });
 

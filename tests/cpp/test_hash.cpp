@@ -32,7 +32,8 @@ TEST(HashBlock, EveryInstructionSetGivesTheSameValue) {
   std::mt19937_64 random(1);
   const std::vector<std::byte> secret = random_bytes(random, 192);
   const std::vector<std::byte> data = random_bytes(random, 5000);
-  for (const std::size_t n : {0u, 1u, 3u, 4u, 8u, 9u, 16u, 17u, 32u, 64u, 128u, 129u, 240u, 241u, 256u, 512u, 1024u, 1025u, 4096u, 5000u}) {
+  for (const std::size_t n :
+       {0u, 1u, 3u, 4u, 8u, 9u, 16u, 17u, 32u, 64u, 128u, 129u, 240u, 241u, 256u, 512u, 1024u, 1025u, 4096u, 5000u}) {
     const Key128 expected = hash_block_baseline(data.data(), n, secret.data(), secret.size());
 #if defined(__x86_64__)
     __builtin_cpu_init();

@@ -69,7 +69,9 @@ class Worker {
     for (std::size_t i = 0; i < more; ++i) tokens.push_back(static_cast<std::int32_t>(ending() % 50000));
     return tokens;
   }
-  std::int64_t position(const std::vector<std::int32_t>& tokens) { return static_cast<std::int64_t>(1 + random_() % (tokens.size() / 16)) * 16; }
+  std::int64_t position(const std::vector<std::int32_t>& tokens) {
+    return static_cast<std::int64_t>(1 + random_() % (tokens.size() / 16)) * 16;
+  }
   GroupId any_group() { return static_cast<GroupId>(random_() % engine_.allocator().layout().groups().size()); }
 
   void step() {
@@ -82,10 +84,20 @@ class Worker {
         if (running_.size() < 3) admit(tokens, space);
         break;
       }
-      case 8: case 9: case 10: case 11: case 12: case 13: case 14: case 15:
+      case 8:
+      case 9:
+      case 10:
+      case 11:
+      case 12:
+      case 13:
+      case 14:
+      case 15:
         if (!running_.empty()) advance(running_[random_() % running_.size()]);
         break;
-      case 16: case 17: case 18: case 19:
+      case 16:
+      case 17:
+      case 18:
+      case 19:
         if (!running_.empty()) {
           const std::size_t at = random_() % running_.size();
           running_[at].sequence->free(random_() % 4 != 0);
@@ -93,7 +105,9 @@ class Worker {
           running_.pop_back();
         }
         break;
-      case 20: case 21: case 22: {
+      case 20:
+      case 21:
+      case 22: {
         const HitReport report = allocator.probe(tokens, space);
         std::int64_t lost = 0;
         for (const Loss& loss : report.losses()) lost += loss.tokens;
@@ -107,7 +121,9 @@ class Worker {
         allocator.evict(group.spec.kind, random_() % 6);
         break;
       }
-      case 24: allocator.evict_object(tokens, space, position(tokens), any_group()); break;
+      case 24:
+        allocator.evict_object(tokens, space, position(tokens), any_group());
+        break;
       case 25:
         if (random_() % 4 == 0) allocator.quarantine(tokens, space, position(tokens), any_group(), LossReason::kChecksum);
         break;
@@ -128,7 +144,9 @@ class Worker {
           pinned_.erase(pinned_.begin());
         }
         break;
-      case 29: allocator.set_quota(spaces_[2], random_() % 3 == 0 ? ~std::uint64_t{0} : 20000 + random_() % 40000); break;
+      case 29:
+        allocator.set_quota(spaces_[2], random_() % 3 == 0 ? ~std::uint64_t{0} : 20000 + random_() % 40000);
+        break;
     }
   }
 
@@ -145,7 +163,8 @@ class Worker {
     Sequence& s = *running.sequence;
     const auto known = static_cast<std::int64_t>(running.tokens.size());
     if (s.scheduled() < known) {
-      engine_.run(s, running.tokens, std::min<std::int64_t>(known, s.scheduled() + 1 + static_cast<std::int64_t>(random_() % 80)), random_() % 4 != 0);
+      engine_.run(s, running.tokens, std::min<std::int64_t>(known, s.scheduled() + 1 + static_cast<std::int64_t>(random_() % 80)),
+                  random_() % 4 != 0);
       return;
     }
     for (std::uint64_t i = random_() % 20; i > 0; --i) {
@@ -204,8 +223,9 @@ TEST_P(KvStress, EverythingAtOnce) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Layouts, KvStress,
-                         ::testing::Values(Row{"full", [] { return full_layout(); }}, Row{"window", [] { return window_layout(); }},
-                                           Row{"v4", [] { return v4_layout(); }}, Row{"snapshot", [] { return snapshot_layout(); }}),
+                         ::testing::Values(Row{"full", [] { return full_layout(); }},
+                                           Row{"window", [] { return window_layout(); }}, Row{"v4", [] { return v4_layout(); }},
+                                           Row{"snapshot", [] { return snapshot_layout(); }}),
                          [](const ::testing::TestParamInfo<Row>& row) { return std::string(row.param.name); });
 
 }  // namespace

@@ -20,7 +20,9 @@ constexpr std::uint32_t kBlock = 16;
 // A store of full_kv history and one window set over a small arena, with one namespace.
 class StoreTest : public ::testing::Test {
  protected:
-  StoreTest() : layout(window_layout(kBlock, 40)), arena(layout, config()), hasher(1), spaces(hasher), space(spaces.intern({})), store(layout, arena, spaces, 300) {}
+  StoreTest()
+      : layout(window_layout(kBlock, 40)), arena(layout, config()), hasher(1), spaces(hasher), space(spaces.intern({})),
+        store(layout, arena, spaces, 300) {}
 
   static ArenaConfig config() {
     ArenaConfig c;
@@ -95,7 +97,9 @@ class StoreTest : public ::testing::Test {
   }
   std::uint32_t gen(NodeId node) const { return store.nodes().history(node).load().gen(); }
   std::uint32_t point_gen(NodeId node) const { return store.nodes().point(node, 0).load().gen(); }
-  Found find(const std::vector<Key128>& chain, std::uint32_t depth) const { return store.lookup(chain[depth - 1], 0, instance()); }
+  Found find(const std::vector<Key128>& chain, std::uint32_t depth) const {
+    return store.lookup(chain[depth - 1], 0, instance());
+  }
 
   CacheLayout layout;
   Arena arena;
@@ -145,7 +149,8 @@ TEST_F(StoreTest, LeafFirstAndNeverAPinnedOne) {
   const auto text = tokens(2, 4);
   const auto chain = keys(text);
   const auto nodes = publish_all(text);
-  for (int i = 0; i < 3; ++i) EXPECT_FALSE(store.evict_node(nodes[static_cast<std::size_t>(i)], gen(nodes[static_cast<std::size_t>(i)]))) << i;
+  for (int i = 0; i < 3; ++i)
+    EXPECT_FALSE(store.evict_node(nodes[static_cast<std::size_t>(i)], gen(nodes[static_cast<std::size_t>(i)]))) << i;
   ASSERT_TRUE(store.pin_node(find(chain, 4), chain[3], 0, instance(), 4));
   EXPECT_FALSE(store.evict_node(nodes[3], gen(nodes[3])));
   EXPECT_FALSE(store.evict_coldest_history(false));
@@ -254,7 +259,8 @@ TEST_F(StoreTest, PointsComeAndGoWithTheirFlags) {
   EXPECT_FALSE(store.evict_point(nodes[0], 0, point_gen(nodes[0]) + 1));
   EXPECT_TRUE(store.evict_coldest_point(0, false));
   EXPECT_EQ(find(chain, 1).flags, 0);
-  EXPECT_EQ(store.nodes().header(nodes[0]).ever_published.load(), 1) << "what was there once has another reason than what never was";
+  EXPECT_EQ(store.nodes().header(nodes[0]).ever_published.load(), 1)
+      << "what was there once has another reason than what never was";
   EXPECT_TRUE(add_point(nodes[0]));
   EXPECT_EQ(find(chain, 1).flags, 1);
   store.unpin_node(nodes[1]);
@@ -430,7 +436,8 @@ TEST_F(StoreTest, TheParentStaysWhileItsChildIsBeingEvicted) {
 TEST_F(StoreTest, OnlyOneOfTwoPublishersInserts) {
   const auto text = tokens(71, 1);
   const auto chain = keys(text);
-  for (const char* point : {"publish: writer bit held", "publish: no equal node", "publish: before the seal", "publish: sealed, not inserted"}) {
+  for (const char* point :
+       {"publish: writer bit held", "publish: no equal node", "publish: before the seal", "publish: sealed, not inserted"}) {
     PublishStatus first{}, second{};
     NodeId a = 0, b = 0;
     StoppedThread publisher(point, [&] { first = publish(content(text, chain, 1, 0), &a); });
@@ -529,7 +536,8 @@ TEST_F(StoreTest, AStoppedThreadHidesNoVictims) {
     ASSERT_TRUE(add_point(node));
   }
   for (int kind = 0; kind < 2; ++kind) {
-    StoppedThread evictor("queue: in a shard, popping", [&] { kind == 0 ? store.evict_coldest_point(0, false) : store.evict_coldest_history(false); });
+    StoppedThread evictor("queue: in a shard, popping",
+                          [&] { kind == 0 ? store.evict_coldest_point(0, false) : store.evict_coldest_history(false); });
     ASSERT_TRUE(evictor.stopped());
     const int most = 20 - 1;  // the stopped one has one in hand
     int gone = 0;
@@ -559,7 +567,8 @@ TEST_F(StoreTest, GatherComparesTokensAndFollowsParents) {
     EXPECT_EQ(store.gather(chain, other.data(), 0, instance(), true, note), at + 1);
     EXPECT_EQ(seen.size(), at);
     seen.clear();
-    EXPECT_EQ(store.gather(chain, other.data(), 0, instance(), false, note), at == 39 ? 40u : 0u) << "the deepest block is compared always";
+    EXPECT_EQ(store.gather(chain, other.data(), 0, instance(), false, note), at == 39 ? 40u : 0u)
+        << "the deepest block is compared always";
   }
   store.unpin_node(nodes[39]);
 }
@@ -573,7 +582,8 @@ TEST_F(StoreTest, GatherDoesNotMixAPinnedChainWithItsRepublication) {
   store.quarantine_node(nodes[3], gen(nodes[3]), LossReason::kChecksum, 0);
   publish_all(std::vector<std::int32_t>(text.begin(), text.begin() + 5 * kBlock));  // depths 4 and 5 anew
   std::vector<NodeId> seen;
-  const std::uint32_t differs = store.gather(chain, text.data(), 0, instance(), true, [&](std::uint32_t, NodeId node, std::uint8_t) { seen.push_back(node); });
+  const std::uint32_t differs = store.gather(chain, text.data(), 0, instance(), true,
+                                             [&](std::uint32_t, NodeId node, std::uint8_t) { seen.push_back(node); });
   EXPECT_TRUE(differs != 0 || seen == nodes) << differs;
   store.unpin_node(nodes[5]);
   store.check_invariants();

@@ -58,7 +58,9 @@ TEST_P(Progress, OthersCompleteTheirTurns) {
   StoppedThread stopped(GetParam().point, [&] {
     switch (GetParam().victim) {
       case Stop::Victim::kTurn:
-      case Stop::Victim::kRead: engine.turn(longer); break;
+      case Stop::Victim::kRead:
+        engine.turn(longer);
+        break;
       case Stop::Victim::kPressure:
         for (std::uint64_t i = 0; i < 10; ++i) engine.turn(text(500 + i, 300));
         break;
@@ -66,7 +68,9 @@ TEST_P(Progress, OthersCompleteTheirTurns) {
         allocator.evict(ObjectKind::kSwaWindow, 1000);
         allocator.evict(ObjectKind::kCompressedKv, 1000);
         break;
-      case Stop::Victim::kQuarantine: allocator.quarantine(common, engine.space(), 64, 0, LossReason::kChecksum); break;
+      case Stop::Victim::kQuarantine:
+        allocator.quarantine(common, engine.space(), 64, 0, LossReason::kChecksum);
+        break;
     }
   });
   ASSERT_TRUE(stopped.stopped()) << "the point was not reached";
@@ -97,17 +101,19 @@ TEST_P(Progress, OthersCompleteTheirTurns) {
 
 INSTANTIATE_TEST_SUITE_P(
     Points, Progress,
-    ::testing::Values(Stop{"publish: writer bit held", Stop::Victim::kTurn}, Stop{"publish: no equal node", Stop::Victim::kTurn},
-                      Stop{"publish: before the seal", Stop::Victim::kTurn}, Stop{"publish: sealed, not inserted", Stop::Victim::kTurn},
-                      Stop{"publish: point is filling", Stop::Victim::kTurn}, Stop{"evict: before the claim", Stop::Victim::kPressure},
-                      Stop{"evict: claimed", Stop::Victim::kPressure}, Stop{"evict: claimed", Stop::Victim::kEvict},
-                      Stop{"evict: point claimed", Stop::Victim::kEvict}, Stop{"queue: in a shard, pushing", Stop::Victim::kTurn},
-                      Stop{"queue: in a shard, popping", Stop::Victim::kPressure}, Stop{"quarantine: marked", Stop::Victim::kQuarantine},
-                      Stop{"admit: found, not pinned", Stop::Victim::kRead}, Stop{"admit: pinned, not gathered", Stop::Victim::kRead},
-                      Stop{"admit: pinned, not reserved", Stop::Victim::kRead}, Stop{"reserve: copied", Stop::Victim::kTurn},
-                      Stop{"reserve: before the head moves", Stop::Victim::kTurn}, Stop{"take: counted, bit not taken", Stop::Victim::kTurn},
-                      Stop{"drop: last hold gone", Stop::Victim::kTurn}, Stop{"put_back: between bit and count", Stop::Victim::kTurn},
-                      Stop{"drop: before the release counts", Stop::Victim::kTurn}, Stop{"free: blocks returned, pins held", Stop::Victim::kTurn}),
+    ::testing::Values(
+        Stop{"publish: writer bit held", Stop::Victim::kTurn}, Stop{"publish: no equal node", Stop::Victim::kTurn},
+        Stop{"publish: before the seal", Stop::Victim::kTurn}, Stop{"publish: sealed, not inserted", Stop::Victim::kTurn},
+        Stop{"publish: point is filling", Stop::Victim::kTurn}, Stop{"evict: before the claim", Stop::Victim::kPressure},
+        Stop{"evict: claimed", Stop::Victim::kPressure}, Stop{"evict: claimed", Stop::Victim::kEvict},
+        Stop{"evict: point claimed", Stop::Victim::kEvict}, Stop{"queue: in a shard, pushing", Stop::Victim::kTurn},
+        Stop{"queue: in a shard, popping", Stop::Victim::kPressure}, Stop{"quarantine: marked", Stop::Victim::kQuarantine},
+        Stop{"admit: found, not pinned", Stop::Victim::kRead}, Stop{"admit: pinned, not gathered", Stop::Victim::kRead},
+        Stop{"admit: pinned, not reserved", Stop::Victim::kRead}, Stop{"reserve: copied", Stop::Victim::kTurn},
+        Stop{"reserve: before the head moves", Stop::Victim::kTurn}, Stop{"take: counted, bit not taken", Stop::Victim::kTurn},
+        Stop{"drop: last hold gone", Stop::Victim::kTurn}, Stop{"put_back: between bit and count", Stop::Victim::kTurn},
+        Stop{"drop: before the release counts", Stop::Victim::kTurn},
+        Stop{"free: blocks returned, pins held", Stop::Victim::kTurn}),
     [](const ::testing::TestParamInfo<Stop>& row) {
       std::string name = std::to_string(row.index) + "_" + row.param.point;
       for (char& c : name) {

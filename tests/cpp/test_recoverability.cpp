@@ -25,8 +25,8 @@ std::vector<CacheLayout> layouts() {
   all.push_back(CacheLayout::build("windows only", 16, {window_group(20, "a"), window_group(70, "b")}));
   GroupSpec second = make_group("ssm", ObjectKind::kRecurrentState, Retention::kSnapshot);
   all.push_back(CacheLayout::build("everything", 16,
-                                   {make_group("full", ObjectKind::kFullKv, Retention::kHistory), window_group(40, "a"), window_group(100, "b"),
-                                    tail_group("short", 4, 4), tail_group("long", 64, 0),
+                                   {make_group("full", ObjectKind::kFullKv, Retention::kHistory), window_group(40, "a"),
+                                    window_group(100, "b"), tail_group("short", 4, 4), tail_group("long", 64, 0),
                                     make_group("gdn", ObjectKind::kRecurrentState, Retention::kSnapshot), second}));
   return all;
 }
@@ -55,7 +55,8 @@ std::uint32_t naive(const CacheLayout& layout, std::size_t groups, std::uint32_t
   return 0;
 }
 
-LossReason naive_reason(const CacheLayout& layout, std::size_t k, std::uint32_t e, std::uint32_t below, const Flags& flags, const Flags& ever) {
+LossReason naive_reason(const CacheLayout& layout, std::size_t k, std::uint32_t e, std::uint32_t below, const Flags& flags,
+                        const Flags& ever) {
   const Group& group = layout.group(layout.point_groups()[k]);
   std::uint32_t missing = e;
   if (group.spec.retention == Retention::kWindow) {
@@ -91,7 +92,8 @@ TEST(EndpointScan, AgreesWithANaiveReadingOfTheRequirement) {
       };
       for (std::uint32_t from = 0; from <= d; ++from) {
         for (std::uint32_t groups = 0; groups <= points; ++groups) {
-          ASSERT_EQ(scan.largest(from, groups, flags_at), naive(layout, groups, from, flags)) << layout.model() << " from " << from << ", groups " << groups;
+          ASSERT_EQ(scan.largest(from, groups, flags_at), naive(layout, groups, from, flags))
+              << layout.model() << " from " << from << ", groups " << groups;
         }
       }
 
@@ -104,7 +106,8 @@ TEST(EndpointScan, AgreesWithANaiveReadingOfTheRequirement) {
       std::uint32_t e = d;
       for (std::size_t k = 0; k < points; ++k) {
         const std::uint32_t below = naive(layout, k + 1, e, flags);
-        if (below < e) expected.push_back({naive_reason(layout, k, e, below, flags, ever), layout.point_groups()[k], (e - below) * 16});
+        if (below < e)
+          expected.push_back({naive_reason(layout, k, e, below, flags, ever), layout.point_groups()[k], (e - below) * 16});
         e = below;
       }
       if (e * 16 >= report.num_prompt_tokens && e > 0) {
@@ -132,15 +135,17 @@ TEST(EndpointScan, AgreesWithANaiveReadingOfTheRequirement) {
 // Legal ends {1,3} and {1,2} meet at 1, {3} and {2} nowhere, {3} and {3} at 3: an intersection, never a minimum of maxima.
 TEST(EndpointScan, C1_IntersectionOfLegalEnds) {
   GroupSpec second = make_group("ssm", ObjectKind::kRecurrentState, Retention::kSnapshot);
-  const CacheLayout layout = CacheLayout::build(
-      "two states", 16, {make_group("full", ObjectKind::kFullKv, Retention::kHistory), make_group("gdn", ObjectKind::kRecurrentState, Retention::kSnapshot), second});
+  const CacheLayout layout = CacheLayout::build("two states", 16,
+                                                {make_group("full", ObjectKind::kFullKv, Retention::kHistory),
+                                                 make_group("gdn", ObjectKind::kRecurrentState, Retention::kSnapshot), second});
   auto end = [&](std::vector<std::uint32_t> a, std::vector<std::uint32_t> b) {
     Flags flags(4);
     for (const std::uint32_t e : a) flags[e] |= 1;
     for (const std::uint32_t e : b) flags[e] |= 2;
     HitReport report;
     report.num_prompt_tokens = 49;
-    return EndpointScan(layout).run(3, report, [&](std::uint32_t at) { return flags[at]; }, [&](std::uint32_t) -> std::uint8_t { return 3; });
+    return EndpointScan(layout).run(
+        3, report, [&](std::uint32_t at) { return flags[at]; }, [&](std::uint32_t) -> std::uint8_t { return 3; });
   };
   EXPECT_EQ(end({1, 3}, {1, 2}), 1u);
   EXPECT_EQ(end({3}, {2}), 0u);

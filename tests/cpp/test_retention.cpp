@@ -37,8 +37,8 @@ TEST(RetentionPolicy, NamesGoThereAndBack) {
     EXPECT_EQ(RetentionPolicy::parse(text).to_string(), text);
   }
   EXPECT_EQ(RetentionPolicy{}.to_string(), "adaptive") << "the default";
-  for (const char* text : {"", "All", "every", "every()", "every(0)", "every(-1)", "every(4294967296)", "every(1e3)", "every(5", "every(99999999999999)",
-                           "adaptive "}) {
+  for (const char* text : {"", "All", "every", "every()", "every(0)", "every(-1)", "every(4294967296)", "every(1e3)", "every(5",
+                           "every(99999999999999)", "adaptive "}) {
     EXPECT_THROW(RetentionPolicy::parse(text), ArgumentError) << text;
   }
 }
@@ -66,14 +66,16 @@ TEST(RetentionPlan, TwoPointsAtTheEndOfTheTurn) {
     Depths points;
   };
   // The last whole block below the prompt's last token, and the last multiple of 512 tokens (8 blocks) strictly below that.
-  for (const Row& row : {Row{1, {}}, Row{64, {}}, Row{65, {1}}, Row{128, {1}}, Row{129, {2}}, Row{512, {7}}, Row{513, {8}}, Row{576, {8}}, Row{577, {8, 9}},
-                         Row{1000, {8, 15}}, Row{1024, {8, 15}}, Row{1025, {8, 16}}, Row{1089, {16, 17}}, Row{5000, {72, 78}}}) {
+  for (const Row& row :
+       {Row{1, {}}, Row{64, {}}, Row{65, {1}}, Row{128, {1}}, Row{129, {2}}, Row{512, {7}}, Row{513, {8}}, Row{576, {8}},
+        Row{577, {8, 9}}, Row{1000, {8, 15}}, Row{1024, {8, 15}}, Row{1025, {8, 16}}, Row{1089, {16, 17}}, Row{5000, {72, 78}}}) {
     for (const char* policy : {"turn_ends", "adaptive"}) {
       const RetentionPlan plan(RetentionPolicy::parse(policy), layout_of(1000), row.prompt, 0, 0);
       EXPECT_EQ(wanted(plan, Want::kPublish), row.points) << policy << " " << row.prompt;
       EXPECT_TRUE(plan.keeps_turn_ends());
       // After the prompt every boundary may become the end of the turn.
-      EXPECT_EQ(wanted(plan, Want::kRolling), all_above(static_cast<std::uint32_t>((row.prompt - 1) / 64) + 1)) << policy << " " << row.prompt;
+      EXPECT_EQ(wanted(plan, Want::kRolling), all_above(static_cast<std::uint32_t>((row.prompt - 1) / 64) + 1))
+          << policy << " " << row.prompt;
     }
   }
   const RetentionPlan plan(RetentionPolicy::parse("turn_ends"), layout, 1000, 0, 0);
@@ -97,9 +99,11 @@ TEST(RetentionPlan, OneProbationPointWherePrefixesBranch) {
 TEST(RetentionPlan, CheapCheckpointsEvery2048Tokens) {
   const RetentionPolicy adaptive;
   // Up to four blocks of history: a window of 257 tokens reads four blocks of 64, of 258 five.
-  EXPECT_EQ(wanted(RetentionPlan(adaptive, layout_of(257), 9000, 0, 0), Want::kPublish, 140), (Depths{32, 64, 96, 128, 136, 140}));
+  EXPECT_EQ(wanted(RetentionPlan(adaptive, layout_of(257), 9000, 0, 0), Want::kPublish, 140),
+            (Depths{32, 64, 96, 128, 136, 140}));
   EXPECT_EQ(wanted(RetentionPlan(adaptive, layout_of(258), 9000, 0, 0), Want::kPublish, 140), (Depths{136, 140}));
-  EXPECT_EQ(wanted(RetentionPlan(RetentionPolicy::parse("turn_ends"), layout_of(257), 9000, 0, 0), Want::kPublish, 140), (Depths{136, 140}));
+  EXPECT_EQ(wanted(RetentionPlan(RetentionPolicy::parse("turn_ends"), layout_of(257), 9000, 0, 0), Want::kPublish, 140),
+            (Depths{136, 140}));
   // They go on below the prompt's end too.
   EXPECT_EQ(RetentionPlan(adaptive, layout_of(257), 100, 0, 0).want(64), Want::kPublish);
 }

@@ -1,5 +1,5 @@
-// Failures that users of other cache systems reported, replayed: each test is named by its class and number, and its first line says
-// what hetkv guarantees instead. Rows that need a lower tier, a draft group, streams or graphs come with those.
+// Failures that users of other cache systems reported, replayed: each test is named by its class and number, and the line above it
+// says what hetkv guarantees instead. Rows that need a lower tier, a draft group, streams or graphs come with those.
 //
 //   A  stale companion state   A1 A3 A4 A6
 //   B  granularity and hash    B1 B2 B5 B6 B8 B10
@@ -45,25 +45,29 @@ const Loss* loss_of(const HitReport& report, LossReason reason) {
 }
 
 GroupId group(ShadowEngine& engine, const char* name) { return engine.allocator().layout().find_group(name)->id; }
-HitReport probe(ShadowEngine& engine, const std::vector<std::int32_t>& tokens) { return engine.allocator().probe(tokens, engine.space()); }
+HitReport probe(ShadowEngine& engine, const std::vector<std::int32_t>& tokens) {
+  return engine.allocator().probe(tokens, engine.space());
+}
 
 // Blocks of a pool in use, the scratch block apart.
 std::uint64_t live(ShadowEngine& engine, PoolId pool) { return engine.allocator().arena().usage(pool).blocks_reserved - 1; }
 
 CacheLayout two_states() {
   return CacheLayout::build("two states", 16,
-                            {make_group("full", ObjectKind::kFullKv, Retention::kHistory), make_group("gdn", ObjectKind::kRecurrentState, Retention::kSnapshot),
+                            {make_group("full", ObjectKind::kFullKv, Retention::kHistory),
+                             make_group("gdn", ObjectKind::kRecurrentState, Retention::kSnapshot),
                              make_group("ssm", ObjectKind::kRecurrentState, Retention::kSnapshot)});
 }
 
 CacheLayout two_windows() {
-  return CacheLayout::build("two windows", 16,
-                            {make_group("full", ObjectKind::kFullKv, Retention::kHistory), window_group(17, "narrow"), window_group(100, "wide")});
+  return CacheLayout::build(
+      "two windows", 16,
+      {make_group("full", ObjectKind::kFullKv, Retention::kHistory), window_group(17, "narrow"), window_group(100, "wide")});
 }
 
 // --- A: stale companion state ---
 
-// A prefix whose window rows are gone is not a hit up to its end, however much of its history is there; foreign rows are never read.
+// A prefix whose window rows are gone is no hit, however much of its history is there; foreign rows are never read.
 TEST(Scenario, A1_WindowRowsAreContentAddressed) {
   ShadowEngine engine(v4_layout(), 4 * kMiB);
   const auto a = text(1, 481);
@@ -71,7 +75,7 @@ TEST(Scenario, A1_WindowRowsAreContentAddressed) {
   EXPECT_EQ(probe(engine, a).num_recoverable_tokens, 480);
   EXPECT_GT(engine.allocator().evict(ObjectKind::kSwaWindow, 1000), 0u);
   for (std::uint64_t i = 0; i < 5; ++i) engine.turn(text(100 + i, 200));  // others use the memory
-  const HitReport report = engine.turn(a);  // the engine checks every row that it resumes from
+  const HitReport report = engine.turn(a);                                // the engine checks every row that it resumes from
   EXPECT_EQ(report.num_hash_hit_tokens, 480);
   EXPECT_EQ(report.num_recoverable_tokens, 0);
   ASSERT_NE(loss_of(report, LossReason::kWindowEvicted), nullptr);
@@ -94,7 +98,10 @@ TEST(Scenario, A3_StateThatWasOverwrittenIsNotServed) {
 
 // Entries that were published without the compressor's state name the missing group.
 TEST(Scenario, A4_HistoryWithoutTailIsNoHit) {
-  ShadowEngine engine(CacheLayout::build("csa", 16, {make_group("csa_kv", ObjectKind::kCompressedKv, Retention::kHistory, 4), tail_group("csa_tail", 4, 4)}), kMiB);
+  ShadowEngine engine(
+      CacheLayout::build("csa", 16,
+                         {make_group("csa_kv", ObjectKind::kCompressedKv, Retention::kHistory, 4), tail_group("csa_tail", 4, 4)}),
+      kMiB);
   const auto a = text(3, 97);
   AdmitResult result = engine.admit(a);
   StepStamp stamp;
@@ -126,8 +133,9 @@ TEST(Scenario, A6_ContentWithoutItsIndexIsRefused) {
 
 // An entry that covers 64 tokens is only found by who shares all 64, though blocks are found by 16.
 TEST(Scenario, B1_AnEntryIsSharedOnlyByWhoSharesAllItsTokens) {
-  ShadowEngine engine(CacheLayout::build("coarse", 16, {make_group("fine", ObjectKind::kCompressedKv, Retention::kHistory, 4),
-                                                        make_group("coarse", ObjectKind::kCompressedKv, Retention::kHistory, 64)}),
+  ShadowEngine engine(CacheLayout::build("coarse", 16,
+                                         {make_group("fine", ObjectKind::kCompressedKv, Retention::kHistory, 4),
+                                          make_group("coarse", ObjectKind::kCompressedKv, Retention::kHistory, 64)}),
                       kMiB);
   const auto a = text(5, 129);
   engine.turn(a);
@@ -159,7 +167,8 @@ TEST(Scenario, B5_HistoryIsReadByItsOwnKeyWhereTheStateCutsTheHit) {
   ShadowEngine engine(snapshot_layout(), kMiB, keep("all"));
   const auto a = text(7, 161);
   engine.turn(a);
-  for (std::int64_t p = 112; p <= 160; p += 16) EXPECT_TRUE(engine.allocator().evict_object(a, engine.space(), p, group(engine, "gdn")));
+  for (std::int64_t p = 112; p <= 160; p += 16)
+    EXPECT_TRUE(engine.allocator().evict_object(a, engine.space(), p, group(engine, "gdn")));
   AdmitResult result = engine.admit(a);
   EXPECT_EQ(result.report.num_history_tokens, 160);
   EXPECT_EQ(result.report.num_recoverable_tokens, 96);
@@ -263,7 +272,8 @@ TEST(Scenario, C7_WhatSlidOutIsNotPublished) {
   ASSERT_TRUE(engine.run(*result.sequence, a, 300, false));
   const auto scratch = static_cast<std::int32_t>(engine.allocator().scratch(group(engine, "narrow")));
   EXPECT_EQ(result.sequence->block_table(group(engine, "narrow"))[14], scratch) << "slid";
-  EXPECT_NE(result.sequence->block_table(group(engine, "wide"))[14], static_cast<std::int32_t>(engine.allocator().scratch(group(engine, "wide"))));
+  EXPECT_NE(result.sequence->block_table(group(engine, "wide"))[14],
+            static_cast<std::int32_t>(engine.allocator().scratch(group(engine, "wide"))));
   result.sequence->free(true);
   const HitReport report = probe(engine, a);
   EXPECT_EQ(report.num_history_tokens, 288);
@@ -284,7 +294,8 @@ TEST(Scenario, C9_SessionsKeepTheirWindowsOrTheReportSaysSo) {
       if (bytes > kMiB) {
         EXPECT_EQ(report.num_recoverable_tokens, 192);
       } else if (report.num_recoverable_tokens < report.num_history_tokens) {
-        EXPECT_TRUE(loss_of(report, LossReason::kWindowEvicted) != nullptr || loss_of(report, LossReason::kGroupMissing) != nullptr);
+        EXPECT_TRUE(loss_of(report, LossReason::kWindowEvicted) != nullptr ||
+                    loss_of(report, LossReason::kGroupMissing) != nullptr);
       }
     }
   }
@@ -488,7 +499,8 @@ TEST(Scenario, E9_SlidBlocksAreHoles) {
   result.sequence->free(true);
   const HitReport report = engine.turn(a);  // the engine checks the bytes
   EXPECT_EQ(report.num_recoverable_tokens, 384);
-  for (std::int64_t p = 16; p <= 336; p += 16) EXPECT_FALSE(engine.allocator().evict_object(a, engine.space(), p, group(engine, "swa"))) << p;
+  for (std::int64_t p = 16; p <= 336; p += 16)
+    EXPECT_FALSE(engine.allocator().evict_object(a, engine.space(), p, group(engine, "swa"))) << p;
 }
 
 // A block that two parts of a request touch goes back once, and a second free is nothing.
@@ -517,7 +529,8 @@ TEST(Scenario, E12_TheNodeKeepsItsOwnBlocks) {
   second.sequence->free(true);
   AdmitResult third = engine.admit(a);
   EXPECT_TRUE(std::equal(x.begin(), x.end(), third.sequence->block_table(0).begin()));
-  for (const std::int32_t offset : x) EXPECT_EQ(engine.allocator().arena().holds(Block{static_cast<std::uint32_t>(offset), 0}), 1u);
+  for (const std::int32_t offset : x)
+    EXPECT_EQ(engine.allocator().arena().holds(Block{static_cast<std::uint32_t>(offset), 0}), 1u);
 }
 
 // The pinned node itself is safe, not only what lies above it.
@@ -580,8 +593,9 @@ TEST(Scenario, E16_NothingRanEverythingReturns) {
 
 // Objects of one node are pinned and evicted apart: a pinned state does not keep the window, nor go with it.
 TEST(Scenario, E17_OnlyTheUnpinnedObjectGoes) {
-  ShadowEngine engine(CacheLayout::build("both", 16, {make_group("full", ObjectKind::kFullKv, Retention::kHistory), window_group(17),
-                                                      make_group("gdn", ObjectKind::kRecurrentState, Retention::kSnapshot)}),
+  ShadowEngine engine(CacheLayout::build("both", 16,
+                                         {make_group("full", ObjectKind::kFullKv, Retention::kHistory), window_group(17),
+                                          make_group("gdn", ObjectKind::kRecurrentState, Retention::kSnapshot)}),
                       kMiB, keep("all"));
   const auto a = text(72, 65);
   engine.turn(a);

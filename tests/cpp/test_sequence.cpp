@@ -143,7 +143,8 @@ TEST(Sequence, CheckpointsAreStagedCommittedAndProved) {
   const auto a = text(6, 100);
   AdmitResult result = engine.admit(a);
   Sequence& s = *result.sequence;
-  const GroupId csa = layout.find_group("csa_tail")->id, hca = layout.find_group("hca_tail")->id, swa = layout.find_group("swa")->id;
+  const GroupId csa = layout.find_group("csa_tail")->id, hca = layout.find_group("hca_tail")->id,
+                swa = layout.find_group("swa")->id;
   StepStamp stamp;
   ASSERT_FALSE(s.schedule(64, &stamp));
   EXPECT_THROW(s.stage_point(10), ArgumentError);
@@ -253,7 +254,8 @@ TEST(Sequence, SlotsAndPadding) {
     EXPECT_EQ(tokens[static_cast<std::size_t>(t)], expected) << t;
   }
   for (std::int64_t row = 0; row < 16; ++row) {
-    EXPECT_EQ(rows[static_cast<std::size_t>(row)], std::int64_t{s.block_table(csa.id)[static_cast<std::size_t>(row / 4)]} * 4 + row % 4);
+    EXPECT_EQ(rows[static_cast<std::size_t>(row)],
+              std::int64_t{s.block_table(csa.id)[static_cast<std::size_t>(row / 4)]} * 4 + row % 4);
   }
   EXPECT_THROW(s.slot_mapping(csa.id, 0, 17, rows.data()), ArgumentError);
   EXPECT_THROW(s.slot_mapping(csa.id, 5, 4, rows.data()), ArgumentError);
