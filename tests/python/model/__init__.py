@@ -1,0 +1,1 @@
+"""The rules of the cache in plain Python, against which the tests compare hetkv."""
