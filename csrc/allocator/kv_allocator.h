@@ -183,6 +183,15 @@ class KvAllocator {
   std::uint32_t pin_endpoint(std::uint32_t depth, PinnedChain& chain, Lease& lease, HitReport& report);
   bool pin_points(std::uint32_t depth, PinnedChain& chain, Lease& lease);
   Fingerprint aligned_layout() const;
+  static void check_tokens(std::span<const std::int32_t> tokens);
+
+  std::size_t check_step(std::span<const StepItem> items, const StepBuffers& buffers);
+  Refusal reserve_step(std::span<const StepItem> items, Charge& charge);
+  void fill_step(const Sequence& s, std::int64_t begin, std::int64_t upto, std::size_t index, std::size_t row,
+                 const StepBuffers& buffers) const;
+  void pad_step(std::size_t sequences, std::size_t tokens, const StepBuffers& buffers) const;
+  // The pool of what a running sequence writes: the ring of a tail group, the group's own otherwise.
+  PoolId running_pool(GroupId group) const { return layout_.ring_pool(group).value_or(group); }
   Found object_at(std::span<const std::int32_t> tokens, const Namespace* space, std::int64_t position, GroupId group) const;
 
   std::uint64_t enter(std::uint32_t* slot);  // a ticket for a new sequence

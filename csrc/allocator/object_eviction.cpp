@@ -1,0 +1,258 @@
+// ObjectStore: eviction, its scores and queues, and sweeps.
+#include <algorithm>
+#include <bit>
+
+#include "allocator/object_store.h"
+#include "base/check.h"
+#include "base/test_point.h"
+
+namespace hetkv {
+namespace {
+
+constexpr std::uint16_t kHistoryQueued = std::uint16_t{1} << 15;
+
+std::uint32_t ghost_tag(const Key128& key) { return static_cast<std::uint32_t>(key.high) | 1; }
+
+}  // namespace
+
+bool ObjectStore::evict_node(NodeId node, std::uint32_t gen) {
+  const NodeId parent = store_.header(node).parent.load(std::memory_order_relaxed);
+#ifdef HETKV_PLANT_KID_FIRST
+  if (parent != 0) store_.history(parent).drop_kid();
+#endif
+  HETKV_TEST_POINT("evict: before the claim");
+  if (store_.history(node).begin_evict(gen) != Transition::kDone) return false;
+  HETKV_TEST_POINT("evict: claimed");
+  finish_evict_node(node);
+#ifndef HETKV_PLANT_KID_FIRST
+  release_history(parent, &ObjectControl::drop_kid);
+#endif
+  return true;
+}
+
+// The node is EVICTING and ours. Leaves it ABSENT and its record free; the caller lowers the parent's child count after.
+void ObjectStore::finish_evict_node(NodeId node) {
+  NodeHeader& h = store_.header(node);
+  const Key128 key = key_of(node);
+  index_.remove(key, node);
+  // Chains go leaf by leaf, so the parent is the likely next victim: its bucket comes while this node is taken apart.
+  if (const NodeId parent = h.parent.load(std::memory_order_relaxed); parent != 0) index_.prefetch_for_write(key_of(parent));
+  ghosts_[key.low % kGhosts].store(ghost_tag(key), std::memory_order_relaxed);
+  for (std::uint32_t s = 0; s < store_.point_sets(); ++s) {
+    ObjectControl point = store_.point(node, s);
+    const ObjectWord w = point.load();
+    // Nobody pins a point without a pin on its node or below it (protocol.md invariant 4); another evictor may be at it.
+    if (point.begin_evict(w.gen()) == Transition::kDone) {
+      drop_point_block(node, s, h.space.load(std::memory_order_relaxed));
+      point.finish_evict();
+    }
+  }
+  std::uint64_t bytes = 0;
+  for (std::uint32_t slot = 0; slot < store_.history_groups(); ++slot) {
+    const std::uint32_t ref = store_.history_ref(node, slot);
+    if (ref == kNoBlock) continue;
+    const GroupId group = layout_.history_groups()[slot];
+    arena_.drop(Block{ref, group});
+    bytes += layout_.group(group).block_bytes;
+  }
+  spaces_.of_instance(h.space.load(std::memory_order_relaxed))
+      ->used_bytes.fetch_sub(static_cast<std::int64_t>(bytes), std::memory_order_relaxed);
+  live_nodes_.fetch_sub(1, std::memory_order_relaxed);
+  live_by_version_[h.version.load(std::memory_order_relaxed)].fetch_sub(1, std::memory_order_relaxed);
+  counters_.history_evicted.fetch_add(1, std::memory_order_relaxed);
+  if (const NodeId parent = h.parent.load(std::memory_order_relaxed); parent != 0) {
+    std::atomic<std::uint64_t>& theirs = store_.header(parent).last_use;
+    std::uint64_t seen = theirs.load(std::memory_order_relaxed);
+    const std::uint64_t mine = h.last_use.load(std::memory_order_relaxed);
+    while (seen < mine && !theirs.compare_exchange_weak(seen, mine, std::memory_order_relaxed)) {
+    }
+  }
+  store_.history(node).finish_evict();
+  store_.release(node);
+}
+
+void ObjectStore::drop_point_block(NodeId node, std::uint32_t set, std::uint32_t space) {
+  const GroupId group = layout_.point_groups()[set];
+  const std::uint32_t ref = store_.point_ref(node, set);
+  arena_.drop(Block{ref, group});
+  spaces_.of_instance(space)->used_bytes.fetch_sub(static_cast<std::int64_t>(layout_.group(group).block_bytes),
+                                                   std::memory_order_relaxed);
+  counters_.points_evicted[set].fetch_add(1, std::memory_order_relaxed);
+}
+
+bool ObjectStore::evict_point(NodeId node, std::uint32_t set, std::uint32_t gen) {
+  ObjectControl control = store_.point(node, set);
+  // Before the claim: once the point is EVICTING its node may go, and its record serve another namespace.
+  const std::uint32_t space = store_.header(node).space.load(std::memory_order_relaxed);
+  if (control.begin_evict(gen) != Transition::kDone) return false;
+  HETKV_TEST_POINT("evict: point claimed");
+  drop_point_block(node, set, space);
+  control.finish_evict();
+  refresh_flags(node);
+  return true;
+}
+
+std::uint64_t ObjectStore::history_score(NodeId node) const {
+  const NodeHeader& h = store_.header(node);
+  // Recency, and a bounded preference for what many prefixes share: at most a quarter of a full turn of the pool.
+  const auto shared =
+      static_cast<std::uint64_t>(std::min<int>(static_cast<int>(std::bit_width(h.uses.load(std::memory_order_relaxed))), 4));
+  return h.last_use.load(std::memory_order_relaxed) + shared * (store_.max_nodes() / 16);
+}
+
+// Greedy-dual: what was evicted last sets the water line; a checkpoint stands above it by the tokens it saves, weighted by reuse.
+std::uint64_t ObjectStore::point_score(NodeId node, std::uint32_t set) const {
+  const NodeHeader& h = store_.header(node);
+  const std::uint64_t blocks = std::clamp<std::uint64_t>(h.gap.load(std::memory_order_relaxed) / layout_.block_size(), 1, 1024);
+  const std::uint64_t reuse = 1 + std::min<std::uint64_t>(h.uses.load(std::memory_order_relaxed), 7);
+  std::uint64_t value = blocks * reuse * 16;
+  if ((h.probation.load(std::memory_order_relaxed) >> set & 1) != 0) value /= 4;
+  return store_.point_use(node, set).load(std::memory_order_relaxed) + value;
+}
+
+void ObjectStore::touch_node(NodeId node, std::uint64_t now) {
+  NodeHeader& h = store_.header(node);
+  h.last_use.store(now, std::memory_order_relaxed);
+  const std::uint32_t uses = h.uses.load(std::memory_order_relaxed);
+  if (uses < 0xFFFF) h.uses.store(uses + 1, std::memory_order_relaxed);
+}
+
+void ObjectStore::touch_point(NodeId node, std::uint32_t set) {
+  store_.point_use(node, set).store(inflation_[set].load(std::memory_order_relaxed), std::memory_order_relaxed);
+  store_.header(node).probation.fetch_and(static_cast<std::uint8_t>(~(1U << set)), std::memory_order_relaxed);
+}
+
+void ObjectStore::enqueue_history(NodeId node) {
+  std::atomic<std::uint16_t>& queued = store_.header(node).queued;
+  if ((queued.fetch_or(kHistoryQueued, std::memory_order_acq_rel) & kHistoryQueued) != 0) return;
+  if (!history_queue_.push({history_score(node), node, store_.history(node).load().gen()})) {
+    queued.fetch_and(static_cast<std::uint16_t>(~kHistoryQueued), std::memory_order_acq_rel);
+  }
+}
+
+void ObjectStore::enqueue_point(NodeId node, std::uint32_t set) {
+  const auto bit = static_cast<std::uint16_t>(1U << set);
+  std::atomic<std::uint16_t>& queued = store_.header(node).queued;
+  if ((queued.fetch_or(bit, std::memory_order_acq_rel) & bit) != 0) return;
+  if (!point_queues_[set].push({point_score(node, set), node, store_.point(node, set).load().gen()})) {
+    queued.fetch_and(static_cast<std::uint16_t>(~bit), std::memory_order_acq_rel);
+  }
+}
+
+bool ObjectStore::evict_coldest_history(bool after_sweep) {
+  while (const auto entry = history_queue_.pop()) {
+    NodeHeader& h = store_.header(entry->node);
+    // The bit goes first: a release that comes after sees it clear and queues the object anew.
+    h.queued.fetch_and(static_cast<std::uint16_t>(~kHistoryQueued), std::memory_order_acq_rel);
+    const ObjectWord w = store_.history(entry->node).load();
+    if (w.state() != ObjectState::kSealed || w.pins() > 0 || w.kids() > 0) continue;
+    if (w.gen() != entry->gen || history_score(entry->node) > entry->score) {
+      enqueue_history(entry->node);
+      continue;
+    }
+    if (evict_node(entry->node, w.gen())) return true;
+  }
+  for (NodeId id = 1; after_sweep && id < store_.high_water(); ++id) {
+    const ObjectWord w = store_.history(id).load();
+    if (w.state() == ObjectState::kSealed && w.pins() == 0 && w.kids() == 0 && evict_node(id, w.gen())) return true;
+  }
+  return false;
+}
+
+bool ObjectStore::evict_coldest_point(std::uint32_t set, bool after_sweep) {
+  const auto bit = static_cast<std::uint16_t>(1U << set);
+  while (const auto entry = point_queues_[set].pop()) {
+    store_.header(entry->node).queued.fetch_and(static_cast<std::uint16_t>(~bit), std::memory_order_acq_rel);
+    const ObjectWord w = store_.point(entry->node, set).load();
+    if (w.state() != ObjectState::kSealed || w.pins() > 0) continue;
+    const std::uint64_t score = point_score(entry->node, set);
+    if (w.gen() != entry->gen || score > entry->score) {
+      enqueue_point(entry->node, set);
+      continue;
+    }
+    if (evict_point(entry->node, set, w.gen())) {
+      std::uint64_t line = inflation_[set].load(std::memory_order_relaxed);
+      while (line < score && !inflation_[set].compare_exchange_weak(line, score, std::memory_order_relaxed)) {
+      }
+      return true;
+    }
+  }
+  for (NodeId id = 1; after_sweep && id < store_.high_water(); ++id) {
+    const ObjectWord w = store_.point(id, set).load();
+    if (w.state() == ObjectState::kSealed && w.pins() == 0 && evict_point(id, set, w.gen())) return true;
+  }
+  return false;
+}
+
+void ObjectStore::sweep_into_queues() {
+  for (NodeId id = 1; id < store_.high_water(); ++id) {
+    const ObjectWord w = store_.history(id).load();
+    if (w.state() != ObjectState::kSealed) continue;
+    if (w.pins() == 0 && w.kids() == 0) enqueue_history(id);
+    for (std::uint32_t s = 0; s < store_.point_sets(); ++s) {
+      const ObjectWord p = store_.point(id, s).load();
+      if (p.state() == ObjectState::kSealed && p.pins() == 0) enqueue_point(id, s);
+    }
+  }
+}
+
+std::vector<NodeId> ObjectStore::live_by_depth() const {
+  std::vector<std::pair<std::uint32_t, NodeId>> found;
+  for (NodeId id = 1; id < store_.high_water(); ++id) {
+    const ObjectState state = store_.history(id).load().state();
+    if (state == ObjectState::kSealed || state == ObjectState::kBroken) {
+      found.emplace_back(store_.header(id).depth.load(std::memory_order_relaxed), id);
+    }
+  }
+  std::sort(found.begin(), found.end());
+  std::vector<NodeId> nodes;
+  nodes.reserve(found.size());
+  for (const auto& [depth, id] : found) nodes.push_back(id);
+  return nodes;
+}
+
+bool ObjectStore::evict_subtree(NodeId root) {
+  std::vector<char> inside(store_.high_water(), 0);
+  if (root >= inside.size()) return false;
+  inside[root] = 1;
+  std::vector<std::pair<NodeId, std::uint32_t>> victims;
+  for (const NodeId id : live_by_depth()) {
+    if (id >= inside.size()) continue;
+    const NodeId parent = store_.header(id).parent.load(std::memory_order_relaxed);
+    if (inside[id] == 0 && (parent == 0 || parent >= inside.size() || inside[parent] == 0)) continue;
+    inside[id] = 1;
+    const ObjectWord w = store_.history(id).load();
+    if (w.pins() > 0) return false;
+    victims.emplace_back(id, w.gen());
+  }
+  for (auto it = victims.rbegin(); it != victims.rend(); ++it) {
+    if (!evict_node(it->first, it->second)) return false;
+  }
+  return !victims.empty();
+}
+
+std::uint64_t ObjectStore::evict_space(std::uint32_t space, std::uint64_t at_most_nodes) {
+  std::vector<NodeId> mine;
+  for (const NodeId id : live_by_depth()) {
+    if (store_.header(id).space.load(std::memory_order_relaxed) == space) mine.push_back(id);
+  }
+  // Deepest first keeps every step legal; among equals the colder goes first.
+  std::stable_sort(mine.begin(), mine.end(), [&](NodeId a, NodeId b) {
+    const NodeHeader &x = store_.header(a), &y = store_.header(b);
+    const std::uint32_t dx = x.depth.load(std::memory_order_relaxed), dy = y.depth.load(std::memory_order_relaxed);
+    return dx != dy ? dx > dy : x.last_use.load(std::memory_order_relaxed) < y.last_use.load(std::memory_order_relaxed);
+  });
+  std::uint64_t gone = 0;
+  for (const NodeId id : mine) {
+    if (gone == at_most_nodes) break;
+    const ObjectWord w = store_.history(id).load();
+    if (store_.header(id).space.load(std::memory_order_relaxed) == space && evict_node(id, w.gen())) ++gone;
+  }
+  return gone;
+}
+
+bool ObjectStore::recently_evicted(const Key128& key) const {
+  return ghosts_[key.low % kGhosts].load(std::memory_order_relaxed) == ghost_tag(key);
+}
+
+}  // namespace hetkv
