@@ -160,6 +160,7 @@ class CacheMachine(RuleBasedStateMachine):
         if self.exact:
             model = self.model.admit(prompt, space)
             assert as_plain(seq.report) == as_told(model.report, seq.report)
+            assert seq.report.canonical == model.canonical
         self.check_report(seq.report, len(prompt))
         assert seq.num_computed_tokens == seq.report.num_recoverable_tokens < len(prompt)
         writer = RowWriter(self.plain, (self.version, space, self.lives[space]))

@@ -51,6 +51,7 @@ Key = tuple[Version, int, Prefix]  # version, life of the namespace, tokens
 
 @dataclass(eq=False)
 class Point:
+    canonical: bool
     broken: bool = False
     pins: int = 0
 
@@ -60,6 +61,7 @@ class Node:
     key: Key
     parent: Node | None
     depth: int
+    canonical: bool  # it and its ancestors were computed in chunks of one whole block each
     broken: bool = False
     pins: int = 0
     kids: int = 0
@@ -349,7 +351,7 @@ class ReferenceCache:
         self.sequences.append(sequence)
         return sequence
 
-    def publish_node(self, key: Key, parent: Node | None, depth: int) -> Node | str:
+    def publish_node(self, key: Key, parent: Node | None, depth: int, canonical: bool) -> Node | str:
         """The node, or why there is none."""
         found = self.index.get(key)
         if found is not None:
@@ -361,7 +363,7 @@ class ReferenceCache:
             if parent.broken:
                 return "unpublishable"
             parent.kids += 1
-        node = Node(key, parent, depth)
+        node = Node(key, parent, depth, canonical and (parent is None or parent.canonical))
         self.nodes.append(node)
         self.index[key] = node
         self.lost.pop(key[1:], None)
@@ -405,6 +407,11 @@ class Pin:
                 return
 
     @property
+    def canonical(self) -> bool:
+        fine = self.deepest is None or self.deepest.canonical
+        return fine and all(node.points[group].canonical for group, _, node in self.points)
+
+    @property
     def ok(self) -> bool:
         fine = self.deepest is None or not self.deepest.broken
         return fine and all(node.has(group) for group, _, node in self.points)
@@ -446,6 +453,8 @@ class ReferenceSequence:
         self.publishable = True
         self.chain = cache.chain(prompt, space)[: self.published]
         self.pin = cache.pin_at(prompt, space, self.resume)
+        self.canonical = self.pin.canonical
+        self.canonical_depth = self.published if self.canonical else 0  # our rows up to here came one block at a time
         self.private = {g.name: 0 for g in layout.history}
         self.windows: dict[str, dict[int, str]] = {}
         for g in layout.points:
@@ -481,6 +490,9 @@ class ReferenceSequence:
             return False
         if stamp.version != self.version:
             self.foreign_from = min(self.foreign_from, stamp.begin)
+        b = self.cache.layout.block_size
+        if (stamp.begin, stamp.end) == (self.canonical_depth * b, (self.canonical_depth + 1) * b):
+            self.canonical_depth += 1
         before = self.safe
         self.settled = max(self.settled, stamp.end)
         self.advance(before)
@@ -587,7 +599,7 @@ class ReferenceSequence:
             depth = self.published + 1
             key = (self.version, self.life, tuple(self.tokens[: depth * b]))
             known = key in self.cache.index
-            node = self.cache.publish_node(key, self.pin.deepest, depth)
+            node = self.cache.publish_node(key, self.pin.deepest, depth, depth <= self.canonical_depth)
             if isinstance(node, str):
                 outcome = node
                 self.publishable = node != "unpublishable"
@@ -625,14 +637,14 @@ class ReferenceSequence:
             return
         for group, d, node in windows:
             if self.windows[group].get(d - 1) == "private" and group not in node.points:
-                node.points[group] = Point()
+                node.points[group] = Point(d <= self.canonical_depth)
                 node.ever.add(group)
                 self.pin.add(group, d, node)
                 self.windows[group][d - 1] = "shared"
         node = self.chain[point.depth - 1]
         for group in point.staged:
             if group not in node.points:
-                node.points[group] = Point()
+                node.points[group] = Point(point.depth <= self.canonical_depth)
                 node.ever.add(group)
 
     def free(self, turn_end: bool) -> None:
