@@ -100,7 +100,7 @@ py::tuple probe(KvAllocator& self, const TokenArray& tokens, const NamespaceHand
     const py::gil_scoped_release release;
     return self.probe(ids, where, previous);
   }();
-  return report_tuple(report, self.layout());
+  return report_tuple(report, self.layout(), true);
 }
 
 std::unique_ptr<SequenceHandle> admit(const AllocatorPtr& self, const TokenArray& tokens, const NamespaceHandle& space,

@@ -171,7 +171,7 @@ auto guarded(T (Sequence::*getter)() const) {
 
 }  // namespace
 
-py::tuple report_tuple(const HitReport& report, const CacheLayout& layout) {
+py::tuple report_tuple(const HitReport& report, const CacheLayout& layout, bool forecast) {
   const auto losses = report.losses();
   py::tuple items(losses.size());
   for (std::size_t i = 0; i < losses.size(); ++i) {
@@ -181,15 +181,15 @@ py::tuple report_tuple(const HitReport& report, const CacheLayout& layout) {
     items[i] = py::make_tuple(std::string(loss_reason_name(loss.reason)), group, loss.tokens);
   }
   return py::make_tuple(report.num_prompt_tokens, report.num_hash_hit_tokens, report.num_history_tokens,
-                        report.num_recoverable_tokens, items);
+                        report.num_recoverable_tokens, items, forecast ? py::object(py::none()) : py::bool_(report.canonical));
 }
 
 void bind_sequence(py::module_& m) {
   bind_steps(m);
   py::class_<SequenceHandle>(m, "Sequence", "A running request. One thread at a time; made by Allocator.admit.")
       .def(
-          "report", [](const SequenceHandle& s) { return report_tuple(s.report(), s.allocator()->layout()); },
-          "(prompt, hash hit, history, recoverable, losses), also after free().")
+          "report", [](const SequenceHandle& s) { return report_tuple(s.report(), s.allocator()->layout(), false); },
+          "(prompt, hash hit, history, recoverable, losses, canonical), also after free().")
       .def("report_text", [](const SequenceHandle& s) { return s.report().to_string(s.allocator()->layout()); })
       .def_property_readonly("num_computed_tokens", &SequenceHandle::num_computed_tokens)
       .def_property_readonly("num_tokens", guarded(&Sequence::num_tokens))

@@ -16,8 +16,8 @@ struct StepArrays {
   std::vector<pybind11::array> keep;
 };
 
-// A report as (prompt, hash hit, history, recoverable, ((reason, group name or None, tokens), ...)).
-pybind11::tuple report_tuple(const HitReport& report, const CacheLayout& layout);
+// A report as (prompt, hash hit, history, recoverable, ((reason, group name or None, tokens), ...), canonical); a forecast does not know the last.
+pybind11::tuple report_tuple(const HitReport& report, const CacheLayout& layout, bool forecast);
 
 void bind_sequence(pybind11::module_& m);
 

@@ -249,7 +249,7 @@ def refuse_layout(group: str, field: str, why: str) -> NoReturn:
 # --- requests ---
 
 _Tokens = npt.NDArray[np.int32]
-_Report = tuple[int, int, int, int, tuple[tuple[str, str | None, int], ...]]
+_Report = tuple[int, int, int, int, tuple[tuple[str, str | None, int], ...], bool | None]
 
 class StepStamp(_NotConstructible):
     """What a scheduled step was: its tokens [begin, end), the sequence's epoch, the version's id."""
@@ -298,7 +298,7 @@ class Sequence(_NotConstructible):
     """A running request. One thread at a time; made by Allocator.admit."""
 
     def report(self) -> _Report:
-        """(prompt, hash hit, history, recoverable, losses), also after free()."""
+        """(prompt, hash hit, history, recoverable, losses, canonical), also after free()."""
     def report_text(self) -> str: ...
     @property
     def num_computed_tokens(self) -> int: ...

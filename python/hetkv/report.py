@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 __all__ = ["HitReport", "Loss", "LossReason"]
@@ -63,7 +63,9 @@ class HitReport:
 
     num_prompt_tokens: length of the prompt. num_hash_hit_tokens: longest prefix known in any version. num_history_tokens: longest
     prefix whose history is resident in the running version. num_recoverable_tokens: resume here. losses: in the order of the
-    checks; they sum to num_prompt_tokens - num_recoverable_tokens.
+    checks; they sum to num_prompt_tokens - num_recoverable_tokens. canonical: all that is resumed from was computed in chunks
+    that end at every multiple of block_size, so the continuation equals a cold run of that schedule bit for bit; else it equals
+    the conversation that made the state, and others up to rounding. None in a forecast; not compared.
     """
 
     num_prompt_tokens: int
@@ -71,12 +73,13 @@ class HitReport:
     num_history_tokens: int
     num_recoverable_tokens: int
     losses: tuple[Loss, ...]
+    canonical: bool | None = field(default=None, compare=False)
 
     @classmethod
-    def from_core(cls, fields: tuple[int, int, int, int, tuple[tuple[str, str | None, int], ...]]) -> HitReport:
+    def from_core(cls, fields: tuple[int, int, int, int, tuple[tuple[str, str | None, int], ...], bool | None]) -> HitReport:
         """From what the core returns."""
         losses = tuple(Loss(LossReason(reason), group, tokens) for reason, group, tokens in fields[4])
-        return cls(*fields[:4], losses)
+        return cls(*fields[:4], losses, fields[5])
 
     def lost(self, reason: LossReason | str, group: str | None = None) -> int:
         """Tokens lost for a reason, of one group or of all."""

@@ -311,6 +311,22 @@ def test_a_request_and_the_next_one(cache: hetkv.Cache, prompt: Tokens, serve: S
     cache.check_invariants()
 
 
+def test_a_report_tells_decoded_state_from_chunks(cache: hetkv.Cache, prompt: Tokens, serve: Serve) -> None:
+    seq = serve(cache, prompt[:32])
+    for token in prompt[32:64].tolist():
+        seq.append(token)
+        seq.settle(seq.schedule(seq.num_tokens))
+        if seq.num_tokens % 16 == 0:
+            seq.commit_point(seq.num_tokens, dict.fromkeys(seq.stage_point(seq.num_tokens), seq.num_tokens))
+    seq.publish()
+    seq.free()
+    for end, canonical in ((33, True), (49, False), (65, False)):
+        assert cache.probe(prompt[:end]).canonical is None
+        with cache.admit(prompt[:end]) as again:
+            assert again.num_computed_tokens == end - 1
+            assert again.report.canonical is canonical
+
+
 def test_report_reads_as_a_sentence(cache: hetkv.Cache, prompt: Tokens, serve: Serve) -> None:
     seq = serve(cache, prompt)
     assert str(seq.report) == "resume at 0 of 100 tokens (hash hit 0); lost: 4 granularity, 96 not_found"
