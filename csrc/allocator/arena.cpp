@@ -263,7 +263,7 @@ void Arena::live_blocks(std::uint32_t slab, std::vector<Block>& out) const {
     if (impl_->slabs.is_set({slab, i})) out.push_back(impl_->block_at(*owner, {slab, i}));
 }
 
-bool Arena::may_steal(PoolId from, PoolId to) const noexcept {
+bool Arena::may_steal(PoolId from, PoolId to, std::uint32_t blocks) const noexcept {
   const ReservationRules& rules = impl_->rules;
   if (from == to) return false;
   const ReservationNumbers now = impl_->reservation->numbers();
@@ -271,7 +271,7 @@ bool Arena::may_steal(PoolId from, PoolId to) const noexcept {
   if (now.owned[from] == 0) return false;
   if (giver != taker && rules.kind_slabs(now, giver) <= rules.limits(giver).floor_slabs) return false;
   const std::uint64_t bytes = rules.kind_bytes(now, taker), cap = rules.limits(taker).cap_bytes;
-  return bytes <= cap && rules.pool(to).block_bytes <= cap - bytes;
+  return bytes <= cap && blocks * rules.pool(to).block_bytes <= cap - bytes;
 }
 
 PoolUsage Arena::usage(PoolId pool) const noexcept {

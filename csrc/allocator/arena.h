@@ -116,8 +116,9 @@ class Arena {
   std::uint32_t slab_used(std::uint32_t slab) const noexcept;
   void live_blocks(std::uint32_t slab, std::vector<Block>& out) const;  // allocates; a snapshot
 
-  // Which pools could give a slab to `pool` if they drained one: over their floor, cap of `pool`'s kind allowing.
-  bool may_steal(PoolId from, PoolId to) const noexcept;
+  // Whether `from` could give a slab to `to` if it drained one: it is over its floor, and the cap of `to`'s kind leaves room for
+  // `blocks` more blocks (where the cap is what is short, no slab helps).
+  bool may_steal(PoolId from, PoolId to, std::uint32_t blocks = 1) const noexcept;
 
   PoolUsage usage(PoolId pool) const noexcept;
   std::uint64_t kind_bytes(ObjectKind kind) const noexcept;  // live blocks and credits

@@ -157,8 +157,8 @@ class KvAllocator {
     space->used_bytes.fetch_sub(static_cast<std::int64_t>(bytes), std::memory_order_relaxed);
   }
   bool make_room(PoolId pool, std::uint32_t blocks, bool after_sweep);
-  bool thin_out(PoolId pool);
-  bool reclaim_slab(PoolId to);
+  bool thin_out(PoolId pool, std::uint32_t blocks);
+  bool reclaim_slab(PoolId to, std::uint32_t blocks);
   bool drain_slab(std::uint32_t slab);
   std::uint64_t bytes_of(const BlockCounts& counts) const;
   // Blocks of a history or window group's table for the first `tokens` tokens.

@@ -57,11 +57,11 @@ Refusal KvAllocator::reserve_blocks(const BlockCounts& need, std::uint64_t ticke
       case ReserveOutcome::Status::kShort:
         break;
     }
-    const std::uint32_t batch = std::clamp<std::uint32_t>(need[outcome.pool], 1, 16);
-    if (make_room(outcome.pool, batch, false)) continue;
+    const std::uint32_t blocks = std::max<std::uint32_t>(need[outcome.pool] + headroom[outcome.pool], 1);
+    if (make_room(outcome.pool, blocks, false)) continue;
     store_.sweep_into_queues();
-    if (make_room(outcome.pool, batch, true)) continue;
-    if (!std::exchange(thinned, true) && thin_out(outcome.pool)) continue;
+    if (make_room(outcome.pool, blocks, true)) continue;
+    if (!std::exchange(thinned, true) && thin_out(outcome.pool, blocks)) continue;
     counters_.add(Counters::kRefusedNoRoom);
     return {Refusal::Cause::kNoRoom, outcome.pool, bytes_of(need), arena_.bytes()};
   }
@@ -71,24 +71,26 @@ Refusal KvAllocator::reserve_blocks(const BlockCounts& need, std::uint64_t ticke
 bool KvAllocator::make_room(PoolId pool, std::uint32_t blocks, bool after_sweep) {
   const PoolSpec& spec = layout_.pools()[pool];
   const Group& group = layout_.group(spec.group);
+  // A few at a time: the reservation needs no more than it lacks, which may be less than it asks for.
+  const std::uint32_t batch = std::min<std::uint32_t>(blocks, 16);
   std::uint32_t evicted = 0;
   if (!spec.ring && group.history_slot >= 0) {
-    while (evicted < blocks && store_.evict_coldest_history(after_sweep)) ++evicted;
+    while (evicted < batch && store_.evict_coldest_history(after_sweep)) ++evicted;
   } else if (!spec.ring && group.point_slot >= 0) {
-    while (evicted < blocks && store_.evict_coldest_point(static_cast<std::uint32_t>(group.point_slot), after_sweep)) ++evicted;
+    while (evicted < batch && store_.evict_coldest_point(static_cast<std::uint32_t>(group.point_slot), after_sweep)) ++evicted;
   }
-  return evicted > 0 || reclaim_slab(pool);
+  return evicted > 0 || reclaim_slab(pool, blocks);
 }
 
 // No slab can be emptied at once: thins out a pool that may give one, coldest first.
-bool KvAllocator::thin_out(PoolId pool) {
+bool KvAllocator::thin_out(PoolId pool, std::uint32_t blocks) {
   for (const GroupId id : layout_.point_groups()) {
-    if (id != pool && arena_.may_steal(id, pool) &&
+    if (id != pool && arena_.may_steal(id, pool, blocks) &&
         store_.evict_coldest_point(static_cast<std::uint32_t>(layout_.group(id).point_slot), false))
       return true;
   }
   for (const GroupId id : layout_.history_groups()) {
-    if (id != pool && arena_.may_steal(id, pool) && store_.evict_coldest_history(false)) return true;
+    if (id != pool && arena_.may_steal(id, pool, blocks) && store_.evict_coldest_history(false)) return true;
   }
   return false;
 }
@@ -115,11 +117,11 @@ bool KvAllocator::drain_slab(std::uint32_t slab) {
   return arena_.slab_used(slab) == 0;
 }
 
-bool KvAllocator::reclaim_slab(PoolId to) {
+bool KvAllocator::reclaim_slab(PoolId to, std::uint32_t blocks) {
   std::vector<std::pair<std::uint32_t, std::uint32_t>> candidates;  // used, slab
   for (std::uint32_t slab = 0; slab < arena_.num_slabs(); ++slab) {
     const auto from = arena_.slab_owner(slab);
-    if (!from || *from == to || !arena_.may_steal(*from, to)) continue;
+    if (!from || *from == to || !arena_.may_steal(*from, to, blocks)) continue;
     // An empty one that the reservation did not take is promised to its pool. Only what is evicted here counts as progress.
     if (const std::uint32_t used = arena_.slab_used(slab); used > 0) candidates.emplace_back(used, slab);
   }
