@@ -133,11 +133,18 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--block", type=int, nargs="+", default=[64, 16])
+    parser.add_argument(
+        "--nice",
+        type=int,
+        default=0,
+        help="priority of all that is measured; below 0 (root) on a busy machine, so that long operations are not cut",
+    )
     parser.add_argument("--skip-own", action="store_true", help="keep bench/results/hetkv.json as it is")
     args = parser.parse_args()
     if not args.bench.exists():
         parser.error(f"{args.bench} is not there: run `make bench` first")
 
+    os.nice(args.nice)  # inherited by hetkv_bench and by the drivers
     origin = provenance()
     if not args.skip_own:
         before = load_average()

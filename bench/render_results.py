@@ -61,6 +61,10 @@ PEER_NOTES = """What is compared: tokens in native form in, block table out, one
 - vLLM's V4 groups have blocks of 256, 64, 8 and 4 tokens, and it hashes every 4; hetkv's V4 groups share one block size.
 """
 
+BUSY_NOTE = """**The machine was busy.** Operations of milliseconds were interrupted by other programs more often than those of
+microseconds, so the ratios flatter the faster system.
+"""
+
 TRACE_NOTES = """The arena has the bytes of {pool:,} blocks of history; windows and tails have to fit into it as well.
 `hash hits` is the share of prompt tokens whose prefix is known, `recoverable` the share that a request can resume from, with
 every window and tail in place. Peers report one rate. Their pools have {pool:,} blocks (TokenSpeed with a window twice as many,
@@ -204,7 +208,10 @@ def peer_section(content: Json, rounds: Rounds) -> list[str]:
     """hetkv and its peers in turns."""
     starts = ", ".join(str(one["load_before"][0]) for one in content["rounds"])
     lines = ["## Beside peers\n", made_by(content)]
-    lines += [f"{len(content['rounds'])} rounds, load average at their starts: {starts}. Medians over rounds.\n", PEER_NOTES]
+    lines += [f"{len(content['rounds'])} rounds, load average at their starts: {starts}. Medians over rounds.\n"]
+    if max(one["load_before"][0] for one in content["rounds"]) > content["cpus"]:
+        lines += [BUSY_NOTE]
+    lines += [PEER_NOTES]
     for block in rounds.blocks():
         times, ratios = [], []
         for system in rounds.systems(block):
