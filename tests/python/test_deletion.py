@@ -62,7 +62,7 @@ def prompt(depth: int) -> npt.NDArray[np.int32]:
 
 
 def asked_at(group: str, depth: int) -> bool:
-    """Whether R(depth * 64) names an object of the group at that very node: 128-token windows of HCA are open at odd depths only."""
+    """Whether R(depth * 64) names an object of the group there: 128-token windows of HCA are open at odd depths only."""
     return group != "hca_tail" or depth % 2 == 1
 
 

@@ -24,8 +24,12 @@ V4 = PlainLayout(
         PlainGroup("csa_tail", "uncompressed_tail", "tail", ratio=4, overlap_rows=4),
     ),
 )
-STATE = PlainLayout("state", BLOCK, (PlainGroup("full", "full_kv", "history"), PlainGroup("state", "recurrent_state", "snapshot")))
-LONG = PlainLayout("long", BLOCK, (PlainGroup("full", "full_kv", "history"), PlainGroup("swa", "swa_window", "window", window=33)))
+STATE = PlainLayout(
+    "state", BLOCK, (PlainGroup("full", "full_kv", "history"), PlainGroup("state", "recurrent_state", "snapshot"))
+)
+LONG = PlainLayout(
+    "long", BLOCK, (PlainGroup("full", "full_kv", "history"), PlainGroup("swa", "swa_window", "window", window=33))
+)
 
 
 def make(layout: PlainLayout, capacity: Any = "4MiB", **options: Any) -> hetkv.Cache:

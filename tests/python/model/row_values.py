@@ -1,6 +1,6 @@
 """What an engine would write: every row's content says which prefix, group, field and layer it belongs to.
 
-A row that is read back anywhere else, or after other tokens, differs. Values are a rolling hash of the tokens up to the row's end.
+A row read back anywhere else, or after other tokens, differs. Values are a rolling hash of the tokens up to the row's end.
 """
 
 from __future__ import annotations
@@ -119,4 +119,6 @@ class RowWriter:
             if offset is None:
                 continue
             for name, rows in self.state(group, p).items():
-                assert torch.equal(cache.read_block(group.name, name, offset, rows.shape[1]), rows), f"{name} of {group.name} at {p}"
+                assert torch.equal(cache.read_block(group.name, name, offset, rows.shape[1]), rows), (
+                    f"{name} of {group.name} at {p}"
+                )
