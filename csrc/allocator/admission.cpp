@@ -270,6 +270,13 @@ AdmitResult KvAllocator::admit(std::span<const std::int32_t> tokens, Namespace* 
     result.refusal = {Refusal::Cause::kImpossible, outcome.pool, outcome.need, outcome.cap};
     return result;
   }
+  if (const std::uint64_t bytes = bytes_for(total, chunk, options.live_state),
+      quota = space->quota_bytes.load(std::memory_order_relaxed);
+      bytes > quota) {
+    counters_.add(Counters::kRefusedQuota);
+    result.refusal = {Refusal::Cause::kQuota, 0, bytes, quota};
+    return result;
+  }
   const NamespaceInstance* instance = space->instance.load(std::memory_order_acquire);
   const std::unique_ptr<Sequence>& sequence = result.sequence = std::unique_ptr<Sequence>(new Sequence(*this, space, instance));
   Sequence& s = *sequence;

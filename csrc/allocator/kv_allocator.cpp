@@ -4,6 +4,7 @@
 #include <bit>
 #include <utility>
 
+#include "base/check.h"
 #include "base/error.h"
 #include "base/test_point.h"
 
@@ -38,17 +39,22 @@ KvAllocator::KvAllocator(CacheLayout layout, const AllocatorConfig& config)
     require_route(group.spec.kind, Operation::kReserve);
     if (group.spec.optional) throw LayoutError(group.spec.name, "optional", "draft groups are not supported yet");
   }
-  BlockCounts one_each{};
-  for (std::size_t pool = 0; pool < layout_.pools().size(); ++pool) one_each[pool] = 1;
-  Charge charge;
-  const ReserveOutcome outcome = arena_.reserve(one_each, {}, charge);
-  if (outcome.status != ReserveOutcome::Status::kReserved) {
+  // The least that is of use: a scratch block of every pool, and one more for a sequence.
+  BlockCounts one_each{}, two_each{};
+  for (std::size_t pool = 0; pool < layout_.pools().size(); ++pool) {
+    one_each[pool] = 1;
+    two_each[pool] = 2;
+  }
+  if (const ReserveOutcome outcome = arena_.possible(two_each); outcome.status != ReserveOutcome::Status::kReserved) {
     const PoolSpec& pool = layout_.pools()[outcome.pool];
-    throw AdmissionError(std::string(kind_name(pool.kind)), bytes_of(one_each), arena_.bytes(), false,
+    throw AdmissionError(std::string(kind_name(pool.kind)), bytes_of(two_each), arena_.bytes(), false,
                          "the arena of " + std::to_string(arena_.bytes()) +
-                             " bytes cannot hold one block of every group (pool '" + pool.name + "' of " +
+                             " bytes cannot hold two blocks of every group (pool '" + pool.name + "' of " +
                              std::to_string(pool.block_bytes) + " bytes is the first that does not fit)");
   }
+  Charge charge;
+  HETKV_CHECK(arena_.reserve(one_each, {}, charge).status == ReserveOutcome::Status::kReserved,
+              "an empty arena refuses what is possible");
   for (std::size_t pool = 0; pool < layout_.pools().size(); ++pool) scratch_[pool] = charge.take(static_cast<PoolId>(pool));
 }
 

@@ -17,10 +17,14 @@ Refusal KvAllocator::charge_quota(std::uint64_t bytes, Namespace* space) {
       if (space->used_bytes.compare_exchange_weak(used, used + more, std::memory_order_relaxed)) return {};
       continue;
     }
-    // Its own prefixes, never another's.
+    // What can never fit evicts nothing. Else its own prefixes go, never another's.
+    if (bytes > quota) {
+      counters_.add(Counters::kRefusedQuota);
+      return {Refusal::Cause::kQuota, 0, bytes, quota};
+    }
     if (store_.evict_space(space->instance.load(std::memory_order_acquire)->id, 16) == 0) {
       counters_.add(Counters::kRefusedQuota);
-      return {Refusal::Cause::kQuota, 0, static_cast<std::uint64_t>(std::max<std::int64_t>(0, used + more)), quota};
+      return {Refusal::Cause::kQuota, 0, static_cast<std::uint64_t>(std::max<std::int64_t>(0, used + more)), quota, true};
     }
     used = space->used_bytes.load(std::memory_order_relaxed);
   }
@@ -63,7 +67,7 @@ Refusal KvAllocator::reserve_blocks(const BlockCounts& need, std::uint64_t ticke
     if (make_room(outcome.pool, blocks, true)) continue;
     if (!std::exchange(thinned, true) && thin_out(outcome.pool, blocks)) continue;
     counters_.add(Counters::kRefusedNoRoom);
-    return {Refusal::Cause::kNoRoom, outcome.pool, bytes_of(need), arena_.bytes()};
+    return {Refusal::Cause::kNoRoom, outcome.pool, bytes_of(need), arena_.bytes(), true};
   }
 }
 
