@@ -7,6 +7,7 @@ empty filter or a test that hangs counts against it. Exits with 1 if any fault w
 """
 
 import argparse
+import fcntl
 import os
 import re
 import shutil
@@ -21,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "faults"
 TIMEOUT = 180  # seconds for one test
-FLAGS = {"dev": "-O1 -g0", "tsan": "-O1 -g -fsanitize=thread -fno-omit-frame-pointer"}
+FLAGS = {"dev": "-O0 -g0", "tsan": "-O1 -g -fsanitize=thread -fno-omit-frame-pointer"}
 # Without the finder of the editable install, so that the package in PYTHONPATH is the one that is imported.
 PYTEST = (
     "import sys; sys.meta_path[:] = [f for f in sys.meta_path if type(f).__name__ != 'ScikitBuildRedirectingFinder'];"
@@ -56,16 +57,18 @@ def read_table() -> list[Fault]:
 
 
 def sources_with(macro: str) -> list[str]:
-    """Sources that see the macro, if no header and no test does; else nothing, which means: define it everywhere."""
-    word = re.compile(rf"\b{macro}\b")
-    files = [
-        p for folder in ("csrc", "tests/cpp") for p in (ROOT / folder).rglob("*") if p.suffix in {".h", ".cpp", ".cuh", ".cu"}
-    ]
-    users = [p for p in files if word.search(p.read_text())]
-    if not users:
+    """The sources that see the macro, themselves or through what they include; all others are compiled as ever."""
+    files = {p: p.read_text() for f in ("csrc", "tests/cpp") for p in (ROOT / f).rglob("*") if p.suffix in {".h", ".cpp"}}
+    seeing = {path for path, text in files.items() if re.search(rf"\b{macro}\b", text)}
+    if not seeing:
         sys.exit(f"planted_faults.toml: {macro}: no source has it")
-    everywhere = any(p.suffix != ".cpp" or "tests" in p.relative_to(ROOT).parts for p in users)
-    return [] if everywhere else [str(p.relative_to(ROOT)) for p in users]
+    includes = {
+        path: {folder / name for name in re.findall(r'#\s*include\s*"([^"]+)"', text) for folder in (ROOT / "csrc", path.parent)}
+        for path, text in files.items()
+    }
+    while more := {path for path in files if path not in seeing and includes[path] & seeing}:
+        seeing |= more
+    return sorted(str(p.relative_to(ROOT)) for p in seeing if p.suffix == ".cpp")
 
 
 def call(command: list[str], environment: dict[str, str], timeout: float | None = None) -> tuple[int | None, str]:
@@ -140,6 +143,10 @@ def main() -> None:
         sys.exit("planted_faults.toml: no such macro")
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
     faults.sort(key=lambda f: (f.preset, bool(f.pytest), f.macro))  # so that neighbours share a build folder
+
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    lock = (FOLDER / "lock").open("w")  # two runs in one folder would judge each other's builds; held until this process ends
+    fcntl.flock(lock, fcntl.LOCK_EX)
 
     width = max((len(f.macro) for f in faults), default=0)
     unnoticed = []
