@@ -300,6 +300,9 @@ def test_J3_a_cache_that_is_too_small_is_refused_when_it_is_made() -> None:
     with pytest.raises(hetkv.AdmissionError) as refused:
         make(LONG, 512, slab_bytes=512)
     assert not refused.value.retryable
+    with pytest.raises(hetkv.AdmissionError):
+        make(LONG, 1024, slab_bytes=512)  # only the scratch blocks fit, so no request ever would
+    serve(make(LONG, 2048, slab_bytes=512, retention="none"), LONG, ids(1, 5))
     with pytest.raises(hetkv.AdmissionError) as refused:
         make(LONG, 8192, slab_bytes=512, floors={"swa_window": 17})
     assert (refused.value.kind, refused.value.need, refused.value.cap) == ("swa_window", 17 * 512, 8192)
@@ -322,3 +325,21 @@ def test_J5_short_now_is_not_impossible() -> None:
     assert after["refusals"] == {"impossible": 1, "no_room": 1, "quota": 0}
     first.free()
     cache.admit(ids(2, 200)).free()
+
+
+def test_J5_more_than_the_whole_quota_takes_nothing() -> None:
+    """A namespace's own prefixes make room for what fits its quota, never for what cannot: that is final, and changes nothing."""
+    cache = make(LONG)
+    space = cache.namespace(salt="tenant")
+    serve(cache, LONG, ids(1, 70), namespace=space)
+    cache.set_quota(space, 12_000)
+    before = cache.stats()
+    with pytest.raises(hetkv.AdmissionError) as never:
+        cache.admit(ids(2, 2000), space)
+    assert (never.value.kind, never.value.cap, never.value.retryable) == ("namespace", 12_000, False)
+    assert {**before, "refusals": 0} == {**cache.stats(), "refusals": 0}
+    assert cache.probe(ids(1, 70), space).num_recoverable_tokens == 64
+    for seed in range(2, 6):
+        serve(cache, LONG, ids(seed, 70), namespace=space)
+        assert space.used_bytes <= 12_000
+    assert cache.probe(ids(1, 70), space).num_recoverable_tokens == 0  # its own coldest made room

@@ -1,8 +1,8 @@
 """Hypothesis state machines over the whole Python surface.
 
-Roomy: an arena in which nothing is ever evicted unasked, so that a plain Python model (tests/python/model) predicts every report,
-every return value and every count exactly. Tight: an arena under constant pressure, where reports must add up, restored bytes must
-be right, limits must hold and refusals must leave no trace.
+Roomy: an arena in which nothing is ever evicted unasked, so that a plain Python model (tests/python/model) predicts every
+report, every return value and every count exactly. Tight: an arena under constant pressure, where reports must add up, restored
+bytes must be right, limits must hold and refusals must leave no trace.
 
 HETKV_STATE_MACHINE_EXAMPLES=200 runs more, and not the same ones each time.
 """
@@ -550,6 +550,17 @@ class RoomyMachine(CacheMachine):
             self.model.evict_one(*explained[0])
         else:  # nobody can tell yet: take all, so that both agree again
             assert self.cache.evict(name, 1_000_000) == self.model.evict_all(name) - 1
+
+    @rule(prompt=prompts, space=spaces)
+    def over_the_whole_quota(self, prompt: tuple[int, ...], space: str) -> None:
+        """What can never fit into the quota is refused before anything is touched: the model hears nothing of it."""
+        self.cache.set_quota(self.spaces[space], 1)
+        before = self.cache.stats()
+        with pytest.raises(hetkv.AdmissionError) as refused:
+            self.cache.admit(list(prompt), self.spaces[space])
+        assert (refused.value.kind, refused.value.cap, refused.value.retryable) == ("namespace", 1, False)
+        assert {**before, "refusals": 0} == {**self.cache.stats(), "refusals": 0}
+        self.cache.set_quota(self.spaces[space], None)
 
     @invariant()
     def counts_agree(self) -> None:
