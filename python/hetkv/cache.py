@@ -306,8 +306,8 @@ class Cache:
     ) -> int:
         """Takes an object whose bytes are bad, and what depends on it, out of sight, used or not. Returns how many were marked.
 
-        ``reason`` is what later reports name for a history group; a window, tail or snapshot reads as evicted. ``Sequence.ok`` of its
-        users turns False.
+        ``reason`` is what later reports name for a history group; a window, tail or snapshot reads as evicted. ``Sequence.ok`` of
+        its users turns False.
         """
         return self._core.quarantine(as_token_ids(tokens), self._space(namespace), position, self.group_id(group), str(reason))
 
