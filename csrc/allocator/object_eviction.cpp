@@ -232,18 +232,24 @@ bool ObjectStore::evict_subtree(NodeId root) {
 }
 
 std::uint64_t ObjectStore::evict_space(std::uint32_t space, std::uint64_t at_most_nodes) {
-  std::vector<NodeId> mine;
+  // Sorted by copies: others change depths and uses meanwhile, and a sort needs an order that stands still.
+  struct Candidate {
+    std::uint32_t depth;
+    std::uint64_t last_use;
+    NodeId id;
+  };
+  std::vector<Candidate> mine;
   for (const NodeId id : live_by_depth()) {
-    if (store_.header(id).space.load(std::memory_order_relaxed) == space) mine.push_back(id);
+    const NodeHeader& h = store_.header(id);
+    if (h.space.load(std::memory_order_relaxed) != space) continue;
+    mine.push_back({h.depth.load(std::memory_order_relaxed), h.last_use.load(std::memory_order_relaxed), id});
   }
   // Deepest first keeps every step legal; among equals the colder goes first.
-  std::stable_sort(mine.begin(), mine.end(), [&](NodeId a, NodeId b) {
-    const NodeHeader &x = store_.header(a), &y = store_.header(b);
-    const std::uint32_t dx = x.depth.load(std::memory_order_relaxed), dy = y.depth.load(std::memory_order_relaxed);
-    return dx != dy ? dx > dy : x.last_use.load(std::memory_order_relaxed) < y.last_use.load(std::memory_order_relaxed);
+  std::sort(mine.begin(), mine.end(), [](const Candidate& a, const Candidate& b) {
+    return a.depth != b.depth ? a.depth > b.depth : a.last_use < b.last_use;
   });
   std::uint64_t gone = 0;
-  for (const NodeId id : mine) {
+  for (const auto& [depth, last_use, id] : mine) {
     if (gone == at_most_nodes) break;
     const ObjectWord w = store_.history(id).load();
     if (store_.header(id).space.load(std::memory_order_relaxed) == space && evict_node(id, w.gen())) ++gone;
