@@ -36,8 +36,7 @@ Rate rate(std::uint32_t threads, double seconds, Work&& work) {
       std::uint64_t mine = 0;
       work();
       ready.fetch_add(1);
-      while (!go.load(std::memory_order_acquire)) {
-      }
+      go.wait(false, std::memory_order_acquire);  // asleep: a spinning thread could keep the starter off the cores
       const double begin = thread_cpu_ns();
       for (; !stop.load(std::memory_order_relaxed); ++mine) work();
       cpu_ns.fetch_add(thread_cpu_ns() - begin);
@@ -47,6 +46,7 @@ Rate rate(std::uint32_t threads, double seconds, Work&& work) {
   while (ready.load() < threads) std::this_thread::yield();
   const auto begin = std::chrono::steady_clock::now();
   go.store(true, std::memory_order_release);
+  go.notify_all();
   std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
   const double took = seconds_since(begin);
   stop.store(true);
