@@ -14,7 +14,7 @@ namespace {
 
 struct Rate {
   double per_second = 0;  // operations of all threads, by the wall clock
-  double cpu_ns = 0;      // processor time of one operation: what is left of scaling when other programs take the cores
+  double cores = 0;       // processor time of all threads over wall time: less than the threads when others take the cores
 };
 
 double thread_cpu_ns() {
@@ -51,8 +51,13 @@ Rate rate(std::uint32_t threads, double seconds, Work&& work) {
   const double took = seconds_since(begin);
   stop.store(true);
   for (std::thread& thread : all) thread.join();
-  const auto operations = static_cast<double>(std::max<std::uint64_t>(1, done.load()));
-  return {operations / took, cpu_ns.load() / operations};
+  return {static_cast<double>(done.load()) / took, cpu_ns.load() / (took * 1e9)};
+}
+
+// Whether every thread had a core to itself, as far as there are cores. Otherwise threads take turns and cannot meet, and their
+// rate says nothing about scaling, neither good nor bad.
+bool undisturbed(const Rate& rate, std::uint32_t threads) {
+  return rate.cores >= 0.95 * std::min(threads, std::max(1U, std::thread::hardware_concurrency()));
 }
 
 template <class Work>
@@ -64,22 +69,24 @@ void by_threads(const Plan& plan, const std::string& name, std::uint32_t block, 
       rates[k].push_back(rate(plan.thread_counts[k], plan.thread_seconds, work));
   }
   for (std::size_t k = 0; k < plan.thread_counts.size(); ++k) {
-    std::vector<double> ns, ratios, cpu, cpu_ratios;
+    const std::uint32_t threads = plan.thread_counts[k];
+    std::vector<double> ns, ratios, cores, clean;
     for (std::size_t i = 0; i < plan.repeats; ++i) {
-      ns.push_back(1e9 * plan.thread_counts[k] / rates[k][i].per_second);
-      ratios.push_back(rates[k][i].per_second / rates[0][i].per_second);
-      cpu.push_back(rates[k][i].cpu_ns);
-      cpu_ratios.push_back(plan.thread_counts[k] * rates[0][i].cpu_ns / rates[k][i].cpu_ns);
+      const Rate &one = rates[0][i], &all = rates[k][i];
+      if (one.per_second == 0 || all.per_second == 0) continue;  // never ran in its time
+      ns.push_back(1e9 * threads / all.per_second);
+      ratios.push_back(all.per_second / one.per_second);
+      cores.push_back(all.cores);
+      if (undisturbed(one, plan.thread_counts[0]) && undisturbed(all, threads)) clean.push_back(ratios.back());
     }
-    Result result{
-        .name = name, .layout = "full", .block_size = block, .tokens = plan.lookup_tokens, .threads = plan.thread_counts[k]};
+    if (ns.empty()) continue;
+    Result result{.name = name, .layout = "full", .block_size = block, .tokens = plan.lookup_tokens, .threads = threads};
     result.time = timing_of(std::move(ns));  // of one operation on one thread
-    result.operations_per_second = 1e9 * plan.thread_counts[k] / result.time.median_ns;
-    const double best = *std::max_element(ratios.begin(), ratios.end());
+    result.operations_per_second = 1e9 * threads / result.time.median_ns;
     result.extra = {{"scaling", median(std::move(ratios))},
-                    {"best_scaling", best},
-                    {"cpu_ns", median(std::move(cpu))},
-                    {"scaling_by_cpu_time", median(std::move(cpu_ratios))}};
+                    {"cores", median(std::move(cores))},
+                    {"undisturbed_repeats", static_cast<double>(clean.size())}};
+    if (!clean.empty()) result.extra.emplace_back("undisturbed_scaling", median(std::move(clean)));
     report.add(std::move(result));
   }
 }

@@ -61,7 +61,7 @@ Options parse(int argc, char** argv) {
     } else if (option == "--smallest") {
       o.mode = "smallest";
       o.plan.prefixes = {1024};
-      o.plan.request_tokens = 2048;
+      o.plan.request_tokens = 8192;
       o.plan.lookup_tokens = 1024;
       o.plan.repeats = 3;
       o.plan.thread_seconds = 0.01;
