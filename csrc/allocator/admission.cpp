@@ -18,7 +18,7 @@ void KvAllocator::hash_blocks(std::span<const std::int32_t> tokens, const Namesp
   const std::size_t blocks = tokens.size() / b;
   keys.resize(blocks);
   std::size_t known = 0;
-  if (previous != nullptr && previous->space == instance.id) {
+  if (previous != nullptr && previous->root == instance.root) {
     // Comparing is a fraction of hashing, and tells exactly how far the conversation so far is this prompt's prefix.
     const std::size_t most = std::min(blocks, previous->keys.size());
     while (known < most &&
@@ -258,6 +258,11 @@ AdmitResult KvAllocator::admit(std::span<const std::int32_t> tokens, Namespace* 
     throw ArgumentError("chunk_tokens", std::to_string(options.chunk_tokens), "0 (block_size) or more");
   const std::int64_t chunk = options.chunk_tokens != 0 ? options.chunk_tokens : layout_.block_size();
   const auto prompt = static_cast<std::int64_t>(tokens.size());
+  constexpr std::int64_t kMostTokens = 0x7FFFFFFF;
+  if (prompt > kMostTokens - options.max_new_tokens) {
+    throw ArgumentError("max_new_tokens", std::to_string(options.max_new_tokens), "at most 2^31 - 1 tokens with the prompt");
+  }
+  if (chunk > kMostTokens) throw ArgumentError("chunk_tokens", std::to_string(chunk), "at most 2^31 - 1");
   const std::int64_t total = prompt + options.max_new_tokens;
 
   AdmitResult result;

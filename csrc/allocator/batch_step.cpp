@@ -51,12 +51,11 @@ std::size_t KvAllocator::check_step(std::span<const StepItem> items, const StepB
 Refusal KvAllocator::reserve_step(std::span<const StepItem> items, Charge& charge) {
   BlockCounts need{};
   std::vector<std::uint64_t> bytes(items.size());
-  std::uint64_t ticket = 0;
-  const std::uint64_t oldest = oldest_.load(std::memory_order_acquire);
+  std::uint64_t ticket = ~std::uint64_t{0};  // of the oldest in the batch
   for (std::size_t i = 0; i < items.size(); ++i) {
     const Sequence& s = *items[i].sequence;
     const std::int64_t upto = s.scheduled() + items[i].num_tokens;
-    if (s.ticket_ == oldest) ticket = oldest;
+    ticket = std::min(ticket, s.ticket_);
     if (upto <= s.covered_) continue;
     const BlockCounts mine = s.growth(upto);
     bytes[i] = bytes_of(mine);

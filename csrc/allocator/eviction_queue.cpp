@@ -23,7 +23,12 @@ bool EvictionQueue::push(const EvictionEntry& entry) {
     Shard& shard = shards_[(first + i) % kShards];
     if (shard.busy.exchange(true, std::memory_order_acquire)) continue;
     HETKV_TEST_POINT("queue: in a shard, pushing");
-    shard.heap.push_back(entry);
+    try {
+      shard.heap.push_back(entry);
+    } catch (...) {  // out of memory: the entry is lost to the queue, a sweep finds it again
+      shard.busy.store(false, std::memory_order_release);
+      return false;
+    }
     std::push_heap(shard.heap.begin(), shard.heap.end(), later);
     shard.lowest.store(shard.heap.front().score, std::memory_order_relaxed);
     shard.busy.store(false, std::memory_order_release);

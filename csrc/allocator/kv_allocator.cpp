@@ -92,9 +92,8 @@ void KvAllocator::declare_alignment(const std::string& family, std::uint64_t byt
 }
 
 std::uint64_t KvAllocator::clear(Namespace* space) {
-  const std::uint32_t old = space->instance.load(std::memory_order_acquire)->id;
   spaces_.renew(space);
-  return store_.evict_space(old, ~std::uint64_t{0});
+  return store_.evict_space(space, space->instance.load(std::memory_order_acquire)->id, ~std::uint64_t{0});
 }
 
 // --- order of admission ---
@@ -113,22 +112,20 @@ std::uint64_t KvAllocator::enter(std::uint32_t* slot) {
     }
     break;
   }
-  std::uint64_t nobody = 0;
-  oldest_.compare_exchange_strong(nobody, ticket, std::memory_order_acq_rel);
   return ticket;
 }
 
-void KvAllocator::leave(std::uint64_t ticket, std::uint32_t slot) {
-  if (ticket == 0) return;
+void KvAllocator::leave(std::uint32_t slot) {
   if (slot < kTickets) tickets_[slot].store(0, std::memory_order_release);
-  std::uint64_t mine = ticket;
-  if (oldest_.load(std::memory_order_acquire) != ticket) return;
-  std::uint64_t next = 0;
-  for (std::uint32_t i = 0; i < ticket_high_.load(std::memory_order_acquire); ++i) {
+}
+
+bool KvAllocator::older_than(std::uint64_t ticket) const {
+  const std::uint32_t high = ticket_high_.load(std::memory_order_acquire);
+  for (std::uint32_t i = 0; i < high; ++i) {
     const std::uint64_t other = tickets_[i].load(std::memory_order_acquire);
-    if (other != 0 && (next == 0 || other < next)) next = other;
+    if (other != 0 && other < ticket) return true;
   }
-  oldest_.compare_exchange_strong(mine, next, std::memory_order_acq_rel);
+  return false;
 }
 
 void KvAllocator::check_invariants() const {

@@ -112,7 +112,8 @@ class KvAllocator {
   // --- requests ---
   // Read-only forecast; refreshes nothing.
   HitReport probe(std::span<const std::int32_t> tokens, const Namespace* space, const HashedPrefix* previous = nullptr) const;
-  // Pins, then reserves, in one step; a refusal changes nothing. ArgumentError on empty or negative input.
+  // Pins, then reserves, in one step. A refusal pins and reserves nothing; one that is final evicts nothing either. ArgumentError
+  // on empty or negative input, and beyond 2^31 - 1 tokens.
   AdmitResult admit(std::span<const std::int32_t> tokens, Namespace* space, const AdmitOptions& options = {});
   // Schedules num_tokens of every item, or none, and fills the buffers. On a refusal nothing changed.
   Refusal prepare_step(std::span<const StepItem> items, const StepBuffers& buffers, StepStamp* stamps);
@@ -158,8 +159,11 @@ class KvAllocator {
   }
   bool make_room(PoolId pool, std::uint32_t blocks, bool after_sweep);
   bool thin_out(PoolId pool, std::uint32_t blocks);
-  bool reclaim_slab(PoolId to, std::uint32_t blocks);
-  bool drain_slab(std::uint32_t slab);
+  bool reclaim_slab(PoolId to, std::uint32_t needed, bool try_all);
+  bool evict_coldest_of(GroupId id, bool after_sweep);
+  bool evict_kind_of(PoolId pool);
+  bool drainable(std::span<const Block> blocks) const;
+  bool drain_slab(std::uint32_t slab, std::span<const Block> blocks);
   std::uint64_t bytes_of(const BlockCounts& counts) const;
   // Blocks of a history or window group's table for the first `tokens` tokens.
   std::int64_t table_blocks(const Group& group, std::int64_t tokens) const;
@@ -195,7 +199,8 @@ class KvAllocator {
   Found object_at(std::span<const std::int32_t> tokens, const Namespace* space, std::int64_t position, GroupId group) const;
 
   std::uint64_t enter(std::uint32_t* slot);  // a ticket for a new sequence
-  void leave(std::uint64_t ticket, std::uint32_t slot);
+  void leave(std::uint32_t slot);
+  bool older_than(std::uint64_t ticket) const;  // whether a sequence admitted before it is still running
   void count_report(const HitReport& report, bool admitted);
 
   CacheLayout layout_;
@@ -217,7 +222,6 @@ class KvAllocator {
   LazyArray<std::atomic<std::uint64_t>> tickets_;  // 0 = free
   std::atomic<std::uint64_t> next_ticket_{1};
   std::atomic<std::uint32_t> ticket_high_{0};
-  std::atomic<std::uint64_t> oldest_{0};
   mutable Counters counters_;
 };
 

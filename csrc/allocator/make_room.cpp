@@ -22,7 +22,7 @@ Refusal KvAllocator::charge_quota(std::uint64_t bytes, Namespace* space) {
       counters_.add(Counters::kRefusedQuota);
       return {Refusal::Cause::kQuota, 0, bytes, quota};
     }
-    if (store_.evict_space(space->instance.load(std::memory_order_acquire)->id, 16) == 0) {
+    if (store_.evict_space(space, kEveryInstance, 16) == 0) {
       counters_.add(Counters::kRefusedQuota);
       return {Refusal::Cause::kQuota, 0, static_cast<std::uint64_t>(std::max<std::int64_t>(0, used + more)), quota, true};
     }
@@ -34,15 +34,19 @@ Refusal KvAllocator::reserve(const BlockCounts& need, std::uint64_t ticket, Name
   const std::uint64_t bytes = bytes_of(need);
   if (bytes == 0) return {};
   if (const Refusal refusal = charge_quota(bytes, space)) return refusal;
-  const Refusal refusal = reserve_blocks(need, ticket, charge);
-  if (refusal) return_quota(bytes, space);
-  return refusal;
+  try {
+    const Refusal refusal = reserve_blocks(need, ticket, charge);
+    if (refusal) return_quota(bytes, space);
+    return refusal;
+  } catch (...) {  // out of memory inside a sweep
+    return_quota(bytes, space);
+    throw;
+  }
 }
 
 Refusal KvAllocator::reserve_blocks(const BlockCounts& need, std::uint64_t ticket, Charge& charge) {
   BlockCounts headroom{};
-  const std::uint64_t oldest = oldest_.load(std::memory_order_acquire);
-  if (oldest != 0 && oldest != ticket) {
+  if (older_than(ticket)) {
     // The oldest sequence can always take one more step.
     for (const Group& group : layout_.groups()) {
       const Retention r = group.spec.retention;
@@ -65,48 +69,61 @@ Refusal KvAllocator::reserve_blocks(const BlockCounts& need, std::uint64_t ticke
     if (make_room(outcome.pool, blocks, false)) continue;
     store_.sweep_into_queues();
     if (make_room(outcome.pool, blocks, true)) continue;
+    if (evict_kind_of(outcome.pool)) continue;
     if (!std::exchange(thinned, true) && thin_out(outcome.pool, blocks)) continue;
     counters_.add(Counters::kRefusedNoRoom);
     return {Refusal::Cause::kNoRoom, outcome.pool, bytes_of(need), arena_.bytes(), true};
   }
 }
 
-// Evicts something that helps `pool`: its own kind first, then a whole slab of another pool.
+// Evicts something that helps `pool`: objects of its own group first, then a whole slab of another pool.
 bool KvAllocator::make_room(PoolId pool, std::uint32_t blocks, bool after_sweep) {
-  const PoolSpec& spec = layout_.pools()[pool];
-  const Group& group = layout_.group(spec.group);
   // A few at a time: the reservation needs no more than it lacks, which may be less than it asks for.
   const std::uint32_t batch = std::min<std::uint32_t>(blocks, 16);
   std::uint32_t evicted = 0;
-  if (!spec.ring && group.history_slot >= 0) {
-    while (evicted < batch && store_.evict_coldest_history(after_sweep)) ++evicted;
-  } else if (!spec.ring && group.point_slot >= 0) {
-    while (evicted < batch && store_.evict_coldest_point(static_cast<std::uint32_t>(group.point_slot), after_sweep)) ++evicted;
+  if (!layout_.pools()[pool].ring) {
+    while (evicted < batch && evict_coldest_of(layout_.pools()[pool].group, after_sweep)) ++evicted;
   }
-  return evicted > 0 || reclaim_slab(pool, blocks);
+  return evicted > 0 || reclaim_slab(pool, blocks, after_sweep);
 }
 
-// No slab can be emptied at once: thins out a pool that may give one, coldest first.
-bool KvAllocator::thin_out(PoolId pool, std::uint32_t blocks) {
-  for (const GroupId id : layout_.point_groups()) {
-    if (id != pool && arena_.may_steal(id, pool, blocks) &&
-        store_.evict_coldest_point(static_cast<std::uint32_t>(layout_.group(id).point_slot), false))
-      return true;
-  }
-  for (const GroupId id : layout_.history_groups()) {
-    if (id != pool && arena_.may_steal(id, pool, blocks) && store_.evict_coldest_history(false)) return true;
+bool KvAllocator::evict_coldest_of(GroupId id, bool after_sweep) {
+  const Group& group = layout_.group(id);
+  if (group.history_slot >= 0) return store_.evict_coldest_history(after_sweep);
+  return group.point_slot >= 0 && store_.evict_coldest_point(static_cast<std::uint32_t>(group.point_slot), after_sweep);
+}
+
+// One object of any group of the pool's kind: where the kind's cap is short, or its slabs are held by a sister group.
+bool KvAllocator::evict_kind_of(PoolId pool) {
+  for (const Group& group : layout_.groups()) {
+    if (group.spec.kind == layout_.pools()[pool].kind && evict_coldest_of(group.id, true)) return true;
   }
   return false;
 }
 
-// Evicts every object of one slab. False if a block of it is private or pinned.
-bool KvAllocator::drain_slab(std::uint32_t slab) {
-  std::vector<Block> blocks;
-  arena_.live_blocks(slab, blocks);
-  for (const Block block : blocks) {
+// No slab can be emptied at once: takes one object from a pool that may give a slab.
+bool KvAllocator::thin_out(PoolId pool, std::uint32_t blocks) {
+  for (const auto& groups : {layout_.point_groups(), layout_.history_groups()}) {
+    for (const GroupId id : groups) {
+      if (id != pool && arena_.may_steal(id, pool, blocks) && evict_coldest_of(id, false)) return true;
+    }
+  }
+  return false;
+}
+
+// Whether every block of the slab belongs to an object that nobody pins now.
+bool KvAllocator::drainable(std::span<const Block> blocks) const {
+  return std::all_of(blocks.begin(), blocks.end(), [&](const Block& block) {
     const NodeId node = arena_.owner(block);
     if (node == 0 || layout_.pools()[block.pool].ring) return false;
-  }
+    const Group& group = layout_.group(layout_.pools()[block.pool].group);
+    if (group.point_slot < 0) return store_.nodes().history(node).load().pins() == 0;
+    return store_.nodes().point(node, static_cast<std::uint32_t>(group.point_slot)).load().pins() == 0;
+  });
+}
+
+// Evicts every object of one slab; false if something in it turned out to be in use.
+bool KvAllocator::drain_slab(std::uint32_t slab, std::span<const Block> blocks) {
   for (const Block block : blocks) {
     const NodeId node = arena_.owner(block);
     const Group& group = layout_.group(layout_.pools()[block.pool].group);
@@ -121,21 +138,27 @@ bool KvAllocator::drain_slab(std::uint32_t slab) {
   return arena_.slab_used(slab) == 0;
 }
 
-bool KvAllocator::reclaim_slab(PoolId to, std::uint32_t blocks) {
+bool KvAllocator::reclaim_slab(PoolId to, std::uint32_t needed, bool try_all) {
   std::vector<std::pair<std::uint32_t, std::uint32_t>> candidates;  // used, slab
   for (std::uint32_t slab = 0; slab < arena_.num_slabs(); ++slab) {
     const auto from = arena_.slab_owner(slab);
-    if (!from || *from == to || !arena_.may_steal(*from, to, blocks)) continue;
+    if (!from || *from == to || !arena_.may_steal(*from, to, needed)) continue;
     // An empty one that the reservation did not take is promised to its pool. Only what is evicted here counts as progress.
     if (const std::uint32_t used = arena_.slab_used(slab); used > 0) candidates.emplace_back(used, slab);
   }
   std::sort(candidates.begin(), candidates.end());
-  constexpr std::size_t kTried = 8;
-  for (std::size_t i = 0; i < std::min(candidates.size(), kTried); ++i) {
-    if (drain_slab(candidates[i].second)) {
+  constexpr int kTried = 8;
+  int tried = 0;
+  std::vector<Block> blocks;
+  for (const auto& [used, slab] : candidates) {
+    blocks.clear();
+    arena_.live_blocks(slab, blocks);
+    if (!drainable(blocks)) continue;
+    if (drain_slab(slab, blocks)) {
       counters_.add(Counters::kSlabsReclaimed);
       return true;
     }
+    if (++tried == kTried && !try_all) break;
   }
   return false;
 }

@@ -231,7 +231,11 @@ bool ObjectStore::evict_subtree(NodeId root) {
   return !victims.empty();
 }
 
-std::uint64_t ObjectStore::evict_space(std::uint32_t space, std::uint64_t at_most_nodes) {
+std::uint64_t ObjectStore::evict_space(const Namespace* space, std::uint32_t except_instance, std::uint64_t at_most_nodes) {
+  auto belongs = [&](const NodeHeader& h) {
+    const std::uint32_t instance = h.space.load(std::memory_order_relaxed);
+    return instance != except_instance && spaces_.of_instance(instance) == space;
+  };
   // Sorted by copies: others change depths and uses meanwhile, and a sort needs an order that stands still.
   struct Candidate {
     std::uint32_t depth;
@@ -241,7 +245,7 @@ std::uint64_t ObjectStore::evict_space(std::uint32_t space, std::uint64_t at_mos
   std::vector<Candidate> mine;
   for (const NodeId id : live_by_depth()) {
     const NodeHeader& h = store_.header(id);
-    if (h.space.load(std::memory_order_relaxed) != space) continue;
+    if (!belongs(h)) continue;
     mine.push_back({h.depth.load(std::memory_order_relaxed), h.last_use.load(std::memory_order_relaxed), id});
   }
   // Deepest first keeps every step legal; among equals the colder goes first.
@@ -252,7 +256,7 @@ std::uint64_t ObjectStore::evict_space(std::uint32_t space, std::uint64_t at_mos
   for (const auto& [depth, last_use, id] : mine) {
     if (gone == at_most_nodes) break;
     const ObjectWord w = store_.history(id).load();
-    if (store_.header(id).space.load(std::memory_order_relaxed) == space && evict_node(id, w.gen())) ++gone;
+    if (belongs(store_.header(id)) && evict_node(id, w.gen())) ++gone;
   }
   return gone;
 }

@@ -162,7 +162,7 @@ PublishStatus ObjectStore::publish_node(const NodeContent& content, NodeId* node
     return status;
   };
 
-  const auto writer = index_.try_write(content.key);
+  auto writer = index_.try_write(content.key);
   if (!writer) {
     counters_.publish_busy.fetch_add(1, std::memory_order_relaxed);
     return give_up(PublishStatus::kBusy);
@@ -221,6 +221,7 @@ PublishStatus ObjectStore::publish_node(const NodeContent& content, NodeId* node
   }
   HETKV_TEST_POINT("publish: sealed, not inserted");
   HETKV_CHECK(index_.insert(*writer, content.key, id, 0), "the index has fewer slots than nodes");
+  writer.reset();
   for (std::uint32_t slot = 0; slot < store_.history_groups(); ++slot) {
     if (content.history_refs[slot] != kNoBlock)
       arena_.set_owner(Block{content.history_refs[slot], layout_.history_groups()[slot]}, id);

@@ -59,6 +59,8 @@ struct PointContent {
   bool canonical = false;
 };
 
+inline constexpr std::uint32_t kEveryInstance = ~std::uint32_t{0};
+
 // Flags of an object word.
 inline constexpr std::uint32_t kCanonicalFlag = 1;
 
@@ -125,8 +127,8 @@ class ObjectStore {
   std::uint64_t coldest_history_use() const { return history_queue_.lowest(); }
   // Puts every evictable object back into the queues (what a busy shard dropped). O(nodes).
   void sweep_into_queues();
-  // Evicts every unpinned object of a namespace instance, leaf first; returns how many nodes went. O(nodes log nodes).
-  std::uint64_t evict_space(std::uint32_t space, std::uint64_t at_most_nodes);
+  // Evicts unpinned nodes of a namespace, of all its instances but one, leaf first; returns how many went. O(nodes log nodes).
+  std::uint64_t evict_space(const Namespace* space, std::uint32_t except_instance, std::uint64_t at_most_nodes);
 
   // --- quarantine ---
   // Takes a node (or one of its point sets) and everything below it out of sight. Returns the number of objects marked.

@@ -83,6 +83,11 @@ BlockCounts Sequence::growth(std::int64_t upto) const {
 }
 
 Block Sequence::take(Charge& charge, PoolId pool) {
+  // Room first: nothing may fail once the block is ours.
+  if (uncleared_.size() == uncleared_.capacity()) {
+    uncleared_.reserve(2 * uncleared_.size() + 8);
+    to_clear_.reserve(uncleared_.capacity());
+  }
   const Block block = charge.take(pool);
   Arena& arena = allocator_.arena();
   arena.set_owner(block, 0);
@@ -99,6 +104,10 @@ void Sequence::grow(std::int64_t upto, Charge& extra) {
     if (group.spec.retention != Retention::kHistory && group.spec.retention != Retention::kWindow) continue;
     GroupBlocks& mine = groups_[group.id];
     const std::size_t wanted = table_blocks(group, upto);
+    if (wanted > mine.held.capacity()) {
+      mine.held.reserve(std::max(wanted, 2 * mine.held.capacity()));
+      mine.offsets.reserve(mine.held.capacity());
+    }
     while (mine.offsets.size() < wanted) {
       Block block;
       if (!mine.spare.empty()) {
@@ -159,6 +168,7 @@ bool Sequence::settle(const StepStamp& stamp) {
   }
   if (stamp.version != version_ && stamp.begin < foreign_from_) {
     foreign_from_ = stamp.begin;
+    drop_points_beyond(foreign_from_);
     allocator_.counters_.add(Counters::kForeignSteps);
   }
   if (stamp.begin == std::int64_t{canonical_depth_} * block_size_ && stamp.end == stamp.begin + block_size_) ++canonical_depth_;
@@ -194,6 +204,7 @@ void Sequence::restart_from_settled() {
   require_live();
   ++epoch_;
   scheduled_ = settled_;
+  drop_points_beyond(settled_);  // their proofs belong to the old epoch
 }
 
 // --- windows ---
@@ -246,6 +257,11 @@ void Sequence::slide() {
 }
 
 void Sequence::give_up(Block block) {
+  // Not cleared yet: that is now the next owner's to do.
+  if (const auto at = std::find(uncleared_.begin(), uncleared_.end(), block); at != uncleared_.end()) {
+    to_clear_.erase(to_clear_.begin() + (at - uncleared_.begin()));
+    uncleared_.erase(at);
+  }
   allocator_.arena().drop(block);
   const auto bytes = static_cast<std::int64_t>(allocator_.layout().pools()[block.pool].block_bytes);
   held_bytes_ -= bytes;
@@ -288,7 +304,7 @@ void Sequence::free(bool turn_end) {
   charge_.release();
   space_->used_bytes.fetch_sub(held_bytes_, std::memory_order_relaxed);  // the credits
   held_bytes_ = 0;
-  allocator_.leave(ticket_, ticket_slot_);
+  allocator_.leave(ticket_slot_);
 }
 
 // --- addresses ---
@@ -345,7 +361,7 @@ std::shared_ptr<const HashedPrefix> Sequence::hashed_prefix() {
   const auto depth = static_cast<std::uint32_t>(num_tokens() / block_size_);
   extend_keys(depth);
   auto prefix = std::make_shared<HashedPrefix>();
-  prefix->space = instance_->id;
+  prefix->root = instance_->root;
   prefix->tokens.assign(tokens_.begin(), tokens_.begin() + static_cast<std::ptrdiff_t>(std::size_t{depth} * block_size_));
   prefix->keys = keys_;
   return prefix;

@@ -26,7 +26,7 @@ class KvAllocator;
 
 // The hashed prefix of a conversation, shared between its turns so that no token is hashed twice. Immutable.
 struct HashedPrefix {
-  std::uint32_t space = 0;           // namespace instance the keys were chained from
+  Key128 root;                       // of the namespace instance that the keys were chained from
   std::vector<std::int32_t> tokens;  // whole blocks only
   std::vector<Key128> keys;          // one per block
 };
@@ -106,7 +106,7 @@ class Sequence {
   void commit_point(std::int64_t position, GroupId group, std::int64_t state_position);
   // Whole blocks up to min(upto, settled, accepted) become matchable, and the checkpoints that are due with them.
   PublishResult publish(std::int64_t upto);
-  // Gives everything back. turn_end: the staged checkpoints of the end of the turn are published first.
+  // Gives everything back, so only after the fence of its last scheduled step. turn_end: the staged checkpoints of the end of the turn are published first.
   void free(bool turn_end);
 
   // --- addresses ---
@@ -153,6 +153,11 @@ class Sequence {
   void require_live() const;
   void require_schedulable(std::int64_t upto) const;
   // Below this no rollback and no unfinished step can reach.
+  // Whether a checkpoint at `position` could still be published.
+  bool may_publish(std::int64_t position) const {
+    return publishable_ && position <= foreign_from_ && space_->instance.load(std::memory_order_acquire) == instance_;
+  }
+  void drop_points_beyond(std::int64_t position);  // those that can never be published
   std::int64_t safe_upto() const { return acceptance_held_ ? std::min(accepted_, settled_) : settled_; }
   std::int64_t whole_blocks(std::int64_t tokens) const { return (tokens + block_size_ - 1) >> block_shift_ << block_shift_; }
   void advance_from(std::int64_t before);  // after safe_upto() moved
@@ -186,7 +191,7 @@ class Sequence {
   VersionId version_ = 0;
   std::uint64_t epoch_ = 1;
   std::uint64_t ticket_ = 0;  // order of admission
-  std::uint32_t ticket_slot_ = 0;
+  std::uint32_t ticket_slot_ = ~std::uint32_t{0};
   bool live_ = true, publishable_ = true, acceptance_held_ = false;
 
   std::vector<std::int32_t> tokens_;

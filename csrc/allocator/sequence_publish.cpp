@@ -22,7 +22,7 @@ std::uint32_t Sequence::staged_sets(std::uint32_t depth) const {
 bool Sequence::wants_point(std::int64_t position) const {
   if (!live_ || position <= 0 || position % block_size_ != 0 || allocator_.layout().point_groups().empty()) return false;
   const auto depth = static_cast<std::uint32_t>(position / block_size_);
-  return depth > resume_depth_ && plan_.want(depth) != RetentionPlan::Want::kNo;
+  return depth > resume_depth_ && may_publish(position) && plan_.want(depth) != RetentionPlan::Want::kNo;
 }
 
 Sequence::PendingPoint* Sequence::find_pending(std::uint32_t depth) {
@@ -34,11 +34,12 @@ Sequence::PendingPoint* Sequence::find_pending(std::uint32_t depth) {
 
 // Boundaries that were just passed and need no staged state: their windows are checkpoints by themselves.
 void Sequence::note_boundaries(std::int64_t from, std::int64_t to) {
-  if (allocator_.layout().point_groups().empty()) return;
+  if (allocator_.layout().point_groups().empty() || !may_publish(0)) return;
   const auto last = static_cast<std::uint32_t>(to / block_size_);
   for (auto depth = static_cast<std::uint32_t>(from / block_size_) + 1; depth <= last; ++depth) {
     const RetentionPlan::Want want = plan_.want(depth);
-    if (want == RetentionPlan::Want::kNo || depth <= resume_depth_ || find_pending(depth) != nullptr || staged_sets(depth) != 0)
+    if (want == RetentionPlan::Want::kNo || depth <= resume_depth_ || !may_publish(std::int64_t{depth} * block_size_) ||
+        find_pending(depth) != nullptr || staged_sets(depth) != 0)
       continue;
     PendingPoint point;
     point.depth = depth;
@@ -62,6 +63,14 @@ void Sequence::trim_rolling(std::uint32_t newest) {
   }
 }
 
+void Sequence::drop_points_beyond(std::int64_t position) {
+  std::erase_if(pending_, [&](PendingPoint& point) {
+    if (std::int64_t{point.depth} * block_size_ <= position) return false;
+    drop_pending(point);
+    return true;
+  });
+}
+
 void Sequence::drop_pending(PendingPoint& point) {
   for (std::uint32_t set = 0; set < kMaxPointSets; ++set) {
     if (point.blocks[set] == kNoBlock) continue;
@@ -83,7 +92,7 @@ std::vector<StagedBlock> Sequence::stage_point(std::int64_t position) {
   if (point == nullptr) {
     const RetentionPlan::Want want = plan_.want(depth);
     const std::uint32_t needed = staged_sets(depth);
-    if (want == RetentionPlan::Want::kNo || needed == 0) return {};
+    if (want == RetentionPlan::Want::kNo || needed == 0 || !may_publish(position)) return {};
     if (want == RetentionPlan::Want::kRolling) trim_rolling(depth);  // its blocks serve again
     BlockCounts need{};
     for (std::uint32_t set = 0; set < groups.size(); ++set) need[groups[set]] = needed >> set & 1;
@@ -279,6 +288,10 @@ PublishResult Sequence::publish(std::int64_t upto) {
       publish_due(false);
       slide();
     }
+  }
+  if (!publishable_ && !pending_.empty()) {
+    drop_points_beyond(0);
+    slide();
   }
   result.published_tokens = published_tokens();
   return result;

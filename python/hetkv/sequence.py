@@ -195,7 +195,7 @@ class Sequence:
         return self._core.hashed_prefix()
 
     def free(self, turn_end: bool = True) -> None:
-        """Gives everything back. Idempotent.
+        """Gives everything back, so call it only when the device is done with the last scheduled step. Idempotent.
 
         turn_end: the turn ended here, so what is settled is published, with the points that the policy keeps for the end of a
         turn.

@@ -1,6 +1,7 @@
 // The facade end to end, over real memory (shadow_engine.h): hits, losses and their reasons, eviction, versions, namespaces.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <random>
 #include <thread>
 
@@ -305,6 +306,80 @@ TEST(KvAllocator, QuotaIsPerNamespace) {
   const AdmitResult over = engine.admit(random_tokens(random, 400), {}, small);
   EXPECT_EQ(over.refusal.cause, Refusal::Cause::kQuota);
   EXPECT_EQ(small->used_bytes.load() >= 0, true);
+}
+
+TEST(KvAllocator, NoDeadSequenceKeepsTheRightOfTheOldest) {
+  AllocatorConfig config;
+  config.arena.slab_bytes = 4096;
+  ShadowEngine engine(full_layout(), 64 << 10, config);
+  for (int round = 0; round < 20; ++round) {
+    std::vector<std::thread> threads;
+    for (int t = 0; t < 4; ++t) {
+      threads.emplace_back([&engine, t] {
+        std::mt19937_64 random(static_cast<std::uint64_t>(t));
+        for (int i = 0; i < 50; ++i) engine.allocator().admit(random_tokens(random, 20), engine.space());
+      });
+    }
+    for (auto& thread : threads) thread.join();
+    // All blocks but the scratch block: it fits only if nobody older is thought to be running.
+    const std::uint64_t blocks = engine.allocator().arena().bytes() / engine.allocator().layout().group(0).block_bytes - 1;
+    std::mt19937_64 random(7);
+    ASSERT_TRUE(engine.admit(random_tokens(random, 16 * blocks)).sequence) << round;
+  }
+}
+
+TEST(KvAllocator, ACapOfAKindIsSharedByItsGroups) {
+  const CacheLayout layout = v4_layout();
+  AllocatorConfig config;
+  config.arena.slab_bytes = 8192;
+  const std::uint64_t tail = layout.find_group("csa_tail")->block_bytes;
+  const std::uint64_t ring = layout.find_group("hca_tail")->ring_block_bytes + layout.find_group("csa_tail")->ring_block_bytes;
+  config.arena.limits[static_cast<std::size_t>(ObjectKind::kUncompressedTail)].cap_bytes = 12 * tail + 4 * ring;
+  config.retention = RetentionPolicy::parse("all");
+  ShadowEngine engine(layout, 2 * kMiB, config);
+  std::mt19937_64 random(16);
+  for (int i = 0; i < 20; ++i) engine.turn(random_tokens(random, 100));
+  AdmitOptions options;
+  options.live_state = true;
+  for (int i = 0; i < 5; ++i) {
+    // Rings and cached tails are of one kind: cached ones give way.
+    EXPECT_TRUE(engine.admit(random_tokens(random, 40), options).sequence);
+  }
+}
+
+TEST(KvAllocator, ASequenceThatCannotPublishKeepsNoCheckpoints) {
+  AllocatorConfig config;
+  config.retention = RetentionPolicy::parse("all");
+  for (const bool clears : {true, false}) {
+    ShadowEngine engine(window_layout(16, 32), 4 * kMiB, config);
+    std::mt19937_64 random(17);
+    const auto tokens = random_tokens(random, 16 * 100);
+    AdmitResult result = engine.admit(tokens);
+    engine.run(*result.sequence, tokens, 64);
+    if (clears) {
+      engine.allocator().clear(engine.space());
+    } else {
+      engine.allocator().set_model_version("1");
+    }
+    engine.run(*result.sequence, tokens, 16 * 100);
+    const auto table = result.sequence->block_table(1);
+    const auto scratch = static_cast<std::int32_t>(engine.allocator().scratch(1));
+    EXPECT_LE(std::count_if(table.begin(), table.end(), [&](std::int32_t block) { return block != scratch; }), 8) << clears;
+  }
+}
+
+TEST(KvAllocator, WhatAClearLeftPinnedIsEvictedForTheQuota) {
+  ShadowEngine engine(full_layout(), kMiB);
+  std::mt19937_64 random(18);
+  const auto tokens = random_tokens(random, 65);
+  const std::uint64_t block = engine.allocator().layout().group(0).block_bytes;
+  engine.turn(tokens);
+  AdmitResult reader = engine.admit(tokens);
+  engine.allocator().clear(engine.space());
+  reader.sequence.reset();
+  EXPECT_GT(engine.space()->used_bytes.load(), 0);
+  engine.allocator().set_quota(engine.space(), block * 5);
+  EXPECT_TRUE(engine.admit(tokens).sequence);
 }
 
 }  // namespace

@@ -356,8 +356,8 @@ TEST_F(StoreTest, ANamespaceIsEvictedAloneAndASubtreeWhole) {
   publish_all(tokens(50, 5));
   publish_all(tokens(50, 5), other);
   publish_all(tokens(51, 3), other);
-  EXPECT_EQ(store.evict_space(instance(other), 2), 2u);
-  EXPECT_EQ(store.evict_space(instance(other), 100), 6u);
+  EXPECT_EQ(store.evict_space(other, kEveryInstance, 2), 2u);
+  EXPECT_EQ(store.evict_space(other, kEveryInstance, 100), 6u);
   EXPECT_EQ(other->used_bytes, 0);
   EXPECT_EQ(store.live_nodes(), 5u);
   const auto text = tokens(52, 6);
