@@ -29,10 +29,10 @@ void NamespaceTable::add_instance_locked(Namespace* space) {
   const auto id = static_cast<std::uint32_t>(instances_.size());
   if (id >= kChunk * kMaxChunks) throw ArgumentError("namespace", std::to_string(id), "fewer than 4194304 namespaces and clears");
   if (id % kChunk == 0) {
-    owner_chunks_.push_back(std::make_unique<Namespace*[]>(kChunk));
+    owner_chunks_.push_back(std::make_unique<std::atomic<Namespace*>[]>(kChunk));
     owners_[id / kChunk].store(owner_chunks_.back().get(), std::memory_order_release);
   }
-  owner_chunks_.back()[id % kChunk] = space;
+  owner_chunks_.back()[id % kChunk].store(space, std::memory_order_release);
   const auto bytes = std::as_bytes(std::span(space->framed.data(), space->framed.size()));
   instances_.push_back(std::make_unique<NamespaceInstance>(NamespaceInstance{id, hasher_.root(bytes, id)}));
   space->instance.store(instances_.back().get(), std::memory_order_release);

@@ -44,7 +44,11 @@ class NamespaceTable {
   // A new instance of the namespace. Thread-safe; allocates; takes a mutex.
   void renew(Namespace* space);
   // The namespace that an instance id found in a node belongs to; lock-free.
-  Namespace* of_instance(std::uint32_t id) const { return owners_[id / kChunk].load(std::memory_order_acquire)[id % kChunk]; }
+  // Null only for a reader without a pin, who met an id of a record that serves anew and has not seen its namespace yet.
+  Namespace* of_instance(std::uint32_t id) const {
+    const std::atomic<Namespace*>* chunk = owners_[id / kChunk].load(std::memory_order_acquire);
+    return chunk == nullptr ? nullptr : chunk[id % kChunk].load(std::memory_order_acquire);
+  }
 
  private:
   static constexpr std::uint32_t kChunk = 1024, kMaxChunks = 4096;
@@ -54,8 +58,8 @@ class NamespaceTable {
   std::mutex change_;
   std::unordered_map<std::string, std::unique_ptr<Namespace>> spaces_;
   std::vector<std::unique_ptr<NamespaceInstance>> instances_;
-  std::vector<std::unique_ptr<Namespace*[]>> owner_chunks_;
-  std::array<std::atomic<Namespace**>, kMaxChunks> owners_{};
+  std::vector<std::unique_ptr<std::atomic<Namespace*>[]>> owner_chunks_;
+  std::array<std::atomic<std::atomic<Namespace*>*>, kMaxChunks> owners_{};
 };
 
 }  // namespace hetkv
