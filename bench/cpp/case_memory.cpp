@@ -64,13 +64,14 @@ void pin_and_unpin(const Plan& plan, Report& report) {
   const auto prefix = sequence->hashed_prefix();
   const Key128 key = prefix->keys[15];
   const VersionId version = engine.allocator().versions().current();
-  const Found found = store.lookup(key, version, prefix->space);
+  const std::uint32_t space = engine.space()->instance.load(std::memory_order_acquire)->id;
+  const Found found = store.lookup(key, version, space);
   HETKV_CHECK(found.node != 0, "a published node was not found");
   constexpr std::size_t kRounds = 10000;
   Result pins{.name = "pin_unpin", .layout = "full", .block_size = 64};
   pins.time = measure(plan.repeats, kRounds, [&] {
     for (std::size_t i = 0; i < kRounds; ++i) {
-      HETKV_CHECK(store.pin_node(found, key, version, prefix->space, 16), "a pin of a benchmark failed");
+      HETKV_CHECK(store.pin_node(found, key, version, space, 16), "a pin of a benchmark failed");
       store.unpin_node(found.node);
     }
   });
@@ -78,7 +79,7 @@ void pin_and_unpin(const Plan& plan, Report& report) {
 
   Result lookups{.name = "lookup_one_block", .layout = "full", .block_size = 64};
   lookups.time = measure(plan.repeats, kRounds, [&] {
-    for (std::size_t i = 0; i < kRounds; ++i) keep(store.lookup(key, version, prefix->space).node);
+    for (std::size_t i = 0; i < kRounds; ++i) keep(store.lookup(key, version, space).node);
   });
   report.add(std::move(lookups));
 }
