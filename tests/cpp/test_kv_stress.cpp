@@ -47,7 +47,9 @@ class Worker {
   }
 
   void run(Clock::time_point until) {
-    while (Clock::now() < until && !::testing::Test::HasFatalFailure()) step();
+    // At least this much work, however slow the machine is: the checks below need hits and evictions to look at.
+    constexpr std::uint64_t kLeastSteps = 1500;
+    while ((Clock::now() < until || steps_ < kLeastSteps) && !::testing::Test::HasFatalFailure()) step();
     running_.clear();
     pinned_.clear();
   }
