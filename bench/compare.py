@@ -144,9 +144,14 @@ def main() -> None:
     if not args.bench.exists():
         parser.error(f"{args.bench} is not there: run `make bench` first")
     # The results name a commit, so the binary must be of it.
-    sources = [path for folder in ("csrc", "bench/cpp") for path in (ROOT / folder).rglob("*") if path.suffix in {".h", ".cpp"}]
+    sources = [
+        path
+        for folder in ("csrc/base", "csrc/allocator", "bench/cpp")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in {".h", ".cpp"}
+    ]
     built = args.bench.stat().st_mtime
-    if newer := [path.name for path in sources if path.stat().st_mtime > built and "ops" not in path.parts]:
+    if newer := [path.name for path in sources if path.stat().st_mtime > built]:
         parser.error(f"{args.bench} is older than {newer[0]}: run `make bench` first")
 
     os.nice(args.nice)  # inherited by hetkv_bench and by the drivers
