@@ -92,8 +92,9 @@ void KvAllocator::declare_alignment(const std::string& family, std::uint64_t byt
 }
 
 std::uint64_t KvAllocator::clear(Namespace* space) {
+  const std::uint32_t old = space->instance.load(std::memory_order_acquire)->id;
   spaces_.renew(space);
-  return store_.evict_space(space, space->instance.load(std::memory_order_acquire)->id, ~std::uint64_t{0});
+  return store_.evict_space(space, old, ~std::uint64_t{0});
 }
 
 // --- order of admission ---

@@ -231,10 +231,10 @@ bool ObjectStore::evict_subtree(NodeId root) {
   return !victims.empty();
 }
 
-std::uint64_t ObjectStore::evict_space(const Namespace* space, std::uint32_t except_instance, std::uint64_t at_most_nodes) {
+std::uint64_t ObjectStore::evict_space(const Namespace* space, std::uint32_t only, std::uint64_t at_most_nodes) {
   auto belongs = [&](const NodeHeader& h) {
     const std::uint32_t instance = h.space.load(std::memory_order_relaxed);
-    return instance != except_instance && spaces_.of_instance(instance) == space;
+    return (only == kEveryInstance || only == instance) && spaces_.of_instance(instance) == space;
   };
   // Sorted by copies: others change depths and uses meanwhile, and a sort needs an order that stands still.
   struct Candidate {

@@ -127,8 +127,8 @@ class ObjectStore {
   std::uint64_t coldest_history_use() const { return history_queue_.lowest(); }
   // Puts every evictable object back into the queues (what a busy shard dropped). O(nodes).
   void sweep_into_queues();
-  // Evicts unpinned nodes of a namespace, of all its instances but one, leaf first; returns how many went. O(nodes log nodes).
-  std::uint64_t evict_space(const Namespace* space, std::uint32_t except_instance, std::uint64_t at_most_nodes);
+  // Evicts unpinned nodes of a namespace, of one instance or of kEveryInstance, leaf first; returns how many went. O(nodes log nodes).
+  std::uint64_t evict_space(const Namespace* space, std::uint32_t only, std::uint64_t at_most_nodes);
 
   // --- quarantine ---
   // Takes a node (or one of its point sets) and everything below it out of sight. Returns the number of objects marked.

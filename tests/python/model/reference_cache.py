@@ -488,8 +488,9 @@ class ReferenceSequence:
     def settle(self, stamp: Stamp) -> bool:
         if stamp.epoch != self.epoch:
             return False
-        if stamp.version != self.version:
-            self.foreign_from = min(self.foreign_from, stamp.begin)
+        if stamp.version != self.version and stamp.begin < self.foreign_from:
+            self.foreign_from = stamp.begin
+            self.drop_points_beyond(self.foreign_from)
         b = self.cache.layout.block_size
         if (stamp.begin, stamp.end) == (self.canonical_depth * b, (self.canonical_depth + 1) * b):
             self.canonical_depth += 1
@@ -506,6 +507,13 @@ class ReferenceSequence:
     def restart(self) -> None:
         self.epoch += 1
         self.scheduled = self.settled
+        self.drop_points_beyond(self.settled)
+
+    def may_publish(self, position: int) -> bool:
+        return self.publishable and position <= self.foreign_from and self.cache.life(self.space) == self.life
+
+    def drop_points_beyond(self, position: int) -> None:
+        self.pending = [point for point in self.pending if point.depth * self.cache.layout.block_size <= position]
 
     def advance(self, before: int) -> None:
         b = self.cache.layout.block_size
@@ -514,7 +522,8 @@ class ReferenceSequence:
             return
         for depth in range(first, last + 1):
             # A boundary where no state has to be handed over is a checkpoint by itself.
-            if self.cache.layout.points and not self.staged_groups(depth) and self.want(depth) != "no" and not self.find(depth):
+            free = self.may_publish(depth * b) and not self.staged_groups(depth) and not self.find(depth)
+            if self.cache.layout.points and free and self.want(depth) != "no":
                 rolling = self.want(depth) == "rolling"
                 self.pending.append(Pending(depth, rolling, set()))
                 if rolling:
@@ -555,7 +564,8 @@ class ReferenceSequence:
 
     def wants_point(self, position: int) -> bool:
         depth, rest = divmod(position, self.cache.layout.block_size)
-        return bool(self.cache.layout.points) and rest == 0 and position > self.resume and self.want(depth) != "no"
+        wanted = bool(self.cache.layout.points) and rest == 0 and position > self.resume and self.want(depth) != "no"
+        return wanted and self.may_publish(position)
 
     def staged_groups(self, depth: int) -> set[str]:
         return {g.name for g in self.cache.layout.staged if self.cache.layout.objects(g, depth)}
@@ -572,7 +582,7 @@ class ReferenceSequence:
         point = self.find(depth)
         if point is None:
             groups = self.staged_groups(depth)
-            if self.want(depth) == "no" or not groups:
+            if self.want(depth) == "no" or not groups or not self.may_publish(position):
                 return set()
             rolling = self.want(depth) == "rolling"
             if rolling:
@@ -593,6 +603,8 @@ class ReferenceSequence:
         if self.cache.life(self.space) != self.life:
             self.publishable = False
         if not self.publishable:
+            self.drop_points_beyond(0)
+            self.slide()
             return self.published * b, "unpublishable"
         outcome = "foreign_version" if upto > self.foreign_from else "done"
         while self.published < min(upto, self.safe, self.foreign_from) // b:
@@ -612,6 +624,9 @@ class ReferenceSequence:
             self.published = depth
         if self.pending:
             self.publish_due(turn_end=False)
+            self.slide()
+        if not self.publishable and self.pending:
+            self.drop_points_beyond(0)
             self.slide()
         return self.published * b, outcome
 
