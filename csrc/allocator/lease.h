@@ -33,12 +33,6 @@ class Lease {
     deepest_ = node;
   }
   void add_point(PointPin pin) { points_.push_back(pin); }  // takes over the caller's pin
-  bool holds_point(std::uint32_t set, std::uint32_t depth) const {
-    for (const PointPin& pin : points_) {
-      if (pin.set == set && pin.depth == depth) return true;
-    }
-    return false;
-  }
   void drop_point(std::uint32_t set, std::uint32_t depth) {
     for (std::size_t i = 0; i < points_.size(); ++i) {
       if (points_[i].set != set || points_[i].depth != depth) continue;

@@ -124,7 +124,6 @@ class ObjectStore {
   bool evict_point(NodeId node, std::uint32_t set, std::uint32_t gen);
   // Evicts the subtree below and including `node`, deepest first; false if something in it is pinned. A sweep: for slab moves only.
   bool evict_subtree(NodeId node);
-  std::uint64_t coldest_history_use() const { return history_queue_.lowest(); }
   // Puts every evictable object back into the queues (what a busy shard dropped). O(nodes).
   void sweep_into_queues();
   // Evicts unpinned nodes of a namespace, of one instance or of kEveryInstance, leaf first; returns how many went. O(nodes log nodes).
