@@ -10,15 +10,9 @@
 #include <cstddef>
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define HETKV_HOST_DEVICE __host__ __device__
-#else
-#define HETKV_HOST_DEVICE
-#endif
+#include "kernels/paged_rows.h"
 
 namespace hetkv {
-
-inline constexpr int kBlockOffsetShift = 8;  // block offsets count 256 bytes
 
 struct RowCopyParams {
   std::byte* arena = nullptr;           // scatter writes it, gather reads it

@@ -9,26 +9,30 @@ from typing import Any
 
 import torch
 
-from hetkv import _library  # noqa: F401  # the schemas must be there first
+from . import _library  # noqa: F401  # the schemas must be there first
 
 _open_library: Callable[..., Any] = torch.library.Library
 _AUTOGRAD = _open_library("hetkv", "IMPL")  # registrations live as long as this object
 
 
-def _refuse_gradients(name: str) -> None:
-    op = getattr(torch.ops.hetkv, name).default
-    tensors = [(i, a.name) for i, a in enumerate(op._schema.arguments) if isinstance(a.type, torch.TensorType)]
+def _is_tensor(kind: Any) -> bool:
+    if isinstance(kind, torch.OptionalType):
+        kind = kind.getElementType()
+    return isinstance(kind, torch.TensorType)
 
-    def kernel(keyset: Any, *args: Any) -> Any:
+
+def refuse_gradients(name: str) -> None:
+    """Registers the autograd kernel of one op."""
+    op = getattr(torch.ops.hetkv, name).default
+    tensors = [(i, a.name) for i, a in enumerate(op._schema.arguments) if _is_tensor(a.type)]
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             for position, argument in tensors:
-                if args[position].requires_grad:
+                value = args[position] if position < len(args) else kwargs.get(argument)
+                if value is not None and value.requires_grad:
                     raise ValueError(f"{name}: {argument}.requires_grad = True: expected False, the op has no derivative")
         with torch._C._AutoDispatchBelowAutograd():
-            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
 
     _AUTOGRAD.impl(name, kernel, "Autograd", with_keyset=True)
-
-
-for _name in ("scatter_rows", "gather_rows"):
-    _refuse_gradients(_name)

@@ -1,13 +1,10 @@
-"""The ops of hetkv on tensors, as typed functions. Importing this module loads the library and registers ``torch.ops.hetkv``.
-
-Every op works on CPU and CUDA tensors, under ``torch.compile(fullgraph=True)`` and on meta tensors. No op waits for the device.
-Wrong arguments raise ``ValueError`` with the op's and the argument's name.
-"""
+"""Copying rows, bit by bit, between a packed tensor and the blocks of an arena."""
 
 import torch
 from torch import Tensor
 
-from hetkv import _autograd, _fake, _library  # noqa: F401
+from ._autograd import refuse_gradients
+from ._fake import check, check_symbolic, register_fake
 
 __all__ = ["gather_rows", "scatter_rows"]
 
@@ -71,3 +68,32 @@ def gather_rows(
         ValueError: as for ``scatter_rows``. On CUDA the row of a slot outside the arena keeps what ``out`` held.
     """
     torch.ops.hetkv.gather_rows(out, arena, slots, rows_per_block, section_offset, layer_stride, layer_begin)
+
+
+def _check_copy(op: str, name: str, packed: Tensor, arena: Tensor, slots: Tensor) -> None:
+    check(arena.ndim == 1, op, f"arena.ndim = {arena.ndim}: expected 1")
+    check(packed.ndim >= 2, op, f"{name}.ndim = {packed.ndim}: expected at least 2")
+    check(slots.ndim == 1, op, f"slots.ndim = {slots.ndim}: expected 1")
+    check(packed.device == arena.device, op, f"{name}.device = {packed.device}: expected {arena.device}, where arena is")
+    check(slots.device == arena.device, op, f"slots.device = {slots.device}: expected {arena.device}, where arena is")
+    check(arena.dtype == torch.uint8, op, f"arena.dtype = {arena.dtype}: expected torch.uint8")
+    check(slots.dtype == torch.int64, op, f"slots.dtype = {slots.dtype}: expected torch.int64")
+    rows, entries = packed.shape[1], slots.shape[0]
+    check_symbolic(
+        entries == rows, lambda: f"{op}: slots.size(0) = {entries}: expected {rows}, the size of {name} in dimension 1"
+    )
+
+
+def _scatter_rows(arena: Tensor, rows: Tensor, slots: Tensor, *_geometry: int, **_more_geometry: int) -> None:
+    _check_copy("scatter_rows", "rows", rows, arena, slots)
+
+
+def _gather_rows(out: Tensor, arena: Tensor, slots: Tensor, *_geometry: int, **_more_geometry: int) -> None:
+    _check_copy("gather_rows", "out", out, arena, slots)
+
+
+register_fake("hetkv::scatter_rows", _scatter_rows)
+register_fake("hetkv::gather_rows", _gather_rows)
+
+for _op in ("scatter_rows", "gather_rows"):
+    refuse_gradients(_op)
