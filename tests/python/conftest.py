@@ -11,6 +11,8 @@ import pytest
 import hetkv
 from hetkv import CacheLayout, DType, FieldSpec, GroupSpec, ObjectKind, Retention
 
+pytest.register_assert_rewrite("request_machine", "row_copy_reference")
+
 F32 = DType.float32
 
 
