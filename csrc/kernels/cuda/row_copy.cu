@@ -1,11 +1,10 @@
 // One row per group of lanes: a warp, or the smallest power of two of lanes that covers the row. Four loads per lane are in
 // flight before the first store. The grid follows from shapes alone, so a captured launch serves any slots.
-#include <cuda_runtime.h>
+#include "kernels/row_copy.h"
 
 #include <algorithm>
 
-#include "kernels/cuda/cuda_error.h"
-#include "kernels/row_copy.h"
+#include "kernels/cuda/launch.cuh"
 
 namespace hetkv {
 namespace {
@@ -42,7 +41,11 @@ __global__ void __launch_bounds__(kThreads) row_copy_kernel(const RowCopyParams 
         }
 #pragma unroll
         for (int i = 0; i < kUnroll; ++i) {
+#ifdef HETKV_PLANT_COPY_PAST_ROW
+          to[unit + i * lanes] = values[i];
+#else
           if (unit + i * lanes < units) to[unit + i * lanes] = values[i];
+#endif
         }
       }
     }
@@ -61,28 +64,26 @@ bool aligned_to(const RowCopyParams& params, std::uint64_t bytes) {
 }
 
 template <Direction kDirection, typename Unit>
-void launch(const RowCopyParams& params, cudaStream_t stream, const char* name) {
+void launch_units(const RowCopyParams& params, cudaStream_t stream, const char* op) {
   const std::int64_t units = params.row_bytes / static_cast<std::int64_t>(sizeof(Unit));
   int lane_shift = 0;
   while (lane_shift < 5 && (std::int64_t{1} << lane_shift) < units) ++lane_shift;
   const std::int64_t groups_per_block = kThreads >> lane_shift;
   const dim3 grid(static_cast<unsigned>(std::min((params.num_rows + groups_per_block - 1) / groups_per_block, kMaxGridX)),
                   static_cast<unsigned>(std::min(params.num_layers, kMaxGridY)));
-  row_copy_kernel<kDirection, Unit><<<grid, kThreads, 0, stream>>>(params, lane_shift);
-  const cudaError_t status = cudaGetLastError();
-  if (status != cudaSuccess) throw CudaError(name, static_cast<int>(status), cudaGetErrorString(status));
+  launch<row_copy_kernel<kDirection, Unit>>(op, grid, dim3(kThreads), 0, stream, params, lane_shift);
 }
 
 // 16-byte accesses wherever the addresses allow, else 4, else single bytes: three instantiations a direction are enough.
 template <Direction kDirection>
-void launch_widest(const RowCopyParams& params, void* stream, const char* name) {
+void launch_widest(const RowCopyParams& params, void* stream, const char* op) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   if (aligned_to(params, sizeof(uint4))) {
-    launch<kDirection, uint4>(params, cuda_stream, name);
+    launch_units<kDirection, uint4>(params, cuda_stream, op);
   } else if (aligned_to(params, sizeof(std::uint32_t))) {
-    launch<kDirection, std::uint32_t>(params, cuda_stream, name);
+    launch_units<kDirection, std::uint32_t>(params, cuda_stream, op);
   } else {
-    launch<kDirection, std::uint8_t>(params, cuda_stream, name);
+    launch_units<kDirection, std::uint8_t>(params, cuda_stream, op);
   }
 }
 
