@@ -155,7 +155,7 @@ Refusal Sequence::schedule(std::int64_t upto, StepStamp* stamp) {
   return {};
 }
 
-bool Sequence::settle(const StepStamp& stamp) {
+bool Sequence::settle(const StepStamp& stamp, bool batch_invariant) {
   require_live();
   if (stamp.epoch != epoch_) {
     allocator_.counters_.add(Counters::kStaleSteps);
@@ -171,7 +171,8 @@ bool Sequence::settle(const StepStamp& stamp) {
     drop_points_beyond(foreign_from_);
     allocator_.counters_.add(Counters::kForeignSteps);
   }
-  if (stamp.begin == std::int64_t{canonical_depth_} * block_size_ && stamp.end == stamp.begin + block_size_) ++canonical_depth_;
+  const std::int64_t next_block = std::int64_t{canonical_depth_} * block_size_;
+  if (batch_invariant && stamp.begin == next_block && stamp.end == next_block + block_size_) ++canonical_depth_;
   const std::int64_t before = safe_upto();
   settled_ = std::max(settled_, stamp.end);
   advance_from(before);

@@ -90,7 +90,8 @@ class Sequence {
   // Blocks for the rows of tokens [scheduled, upto), or a refusal that changes nothing. upto <= num_tokens().
   Refusal schedule(std::int64_t upto, StepStamp* stamp);
   // The step's bytes are written and its fence has passed. False: the stamp is of an old epoch and was dropped.
-  bool settle(const StepStamp& stamp);
+  // batch_invariant: the step computed this sequence as if it were alone; without that its rows are not canonical.
+  bool settle(const StepStamp& stamp, bool batch_invariant = true);
   // From now on only accepted tokens count as safe from rollback; without it every settled token does.
   void hold_acceptance();
   void accept(std::int64_t upto);  // never lowers

@@ -218,7 +218,9 @@ void bind_sequence(py::module_& m) {
           },
           "upto"_a, NoGil())
       .def(
-          "settle", [](SequenceHandle& s, const StepStamp& stamp) { return Use(s)->settle(stamp); }, "stamp"_a, NoGil())
+          "settle",
+          [](SequenceHandle& s, const StepStamp& stamp, bool batch_invariant) { return Use(s)->settle(stamp, batch_invariant); },
+          "stamp"_a, "batch_invariant"_a, NoGil())
       .def("check_version", &check_version, "StaleVersionError unless its version is the one that runs now.")
       .def("hold_acceptance", [](SequenceHandle& s) { Use(s)->hold_acceptance(); })
       .def(

@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(hetkv, m) {
+  m.def("cpu_level() -> int");  // as base/cpu_level.h counts them
   m.def(
       "scatter_rows(Tensor(a!) arena, Tensor rows, Tensor slots, int rows_per_block, int section_offset, int layer_stride, "
       "int layer_begin=0) -> ()");

@@ -6,6 +6,7 @@ none has a derivative. Wrong arguments raise ``ValueError`` with the op's and th
 Each module has the functions of one family, with their fake kernels.
 """
 
+from .cpu_level import cpu_level
 from .row_copy import gather_rows, scatter_rows
 
-__all__ = ["gather_rows", "scatter_rows"]
+__all__ = ["cpu_level", "gather_rows", "scatter_rows"]
