@@ -141,61 +141,6 @@ class Sequence:
         Rows of a step that ran under another version than the sequence's count, but are never published. batch_invariant: this
         sequence was computed as if it were alone in the step; without that its rows are never canonical.
         """
-        return self._core.settled
-
-    @property
-    def accepted(self) -> int:
-        """Tokens given to ``accept``; counts only after ``hold_acceptance``."""
-        return self._core.accepted
-
-    @property
-    def published_tokens(self) -> int:
-        """Tokens of this sequence that others can match, resumed ones included."""
-        return self._core.published_tokens
-
-    @property
-    def version(self) -> int:
-        """Id of the version under which the sequence was admitted."""
-        return self._core.version
-
-    @property
-    def epoch(self) -> int:
-        """Raised by ``restart_from_settled``."""
-        return self._core.epoch
-
-    @property
-    def live(self) -> bool:
-        """Not freed."""
-        return self._core.live
-
-    @property
-    def ok(self) -> bool:
-        """Whether everything that it was admitted with is still good: False after a quarantine of what it reads."""
-        return self._core.ok
-
-    # --- steps ---
-
-    def append(self, ids: int | TokenInput) -> None:
-        """Generated tokens become known: one id or an array of ids, possibly empty. ArgumentError for ids out of range."""
-        if isinstance(ids, int | np.integer):
-            self._core.append(as_token_ids([int(ids)], "ids"))
-        else:
-            self._core.append(as_token_ids(ids, "ids", may_be_empty=True))
-
-    def schedule(self, upto: int) -> _core.StepStamp:
-        """Makes sure that the rows of tokens [scheduled, upto) have blocks, and returns the stamp of the step.
-
-        AdmissionError if memory is short; then nothing changed. ArgumentError unless scheduled <= upto <= num_tokens.
-        """
-        stamp = self._core.schedule(upto)
-        self._clear()
-        return stamp
-
-    def settle(self, stamp: _core.StepStamp, *, batch_invariant: bool = True) -> bool:
-        """The step's bytes are written. False, and no effect, if it was scheduled before ``restart_from_settled``.
-
-        Rows of a step that ran under another version than the sequence's count, but are never published.
-        """
         return self._core.settle(stamp, batch_invariant)
 
     def check_version(self) -> None:
