@@ -11,7 +11,7 @@ import pytest
 import hetkv
 from hetkv import CacheLayout, DType, FieldSpec, GroupSpec, ObjectKind, Retention
 
-pytest.register_assert_rewrite("request_machine", "row_copy_reference")
+pytest.register_assert_rewrite("request_machine", "row_copy_reference", "step_arrays")
 
 F32 = DType.float32
 

@@ -12,6 +12,7 @@ import hetkv
 from model.plain_layout import PlainGroup, PlainLayout
 from model.reference_cache import Loss, ReferenceCache, ReferenceSequence, Report, Stamp, Version
 from model.row_values import RowWriter, build_layout
+from step_arrays import check_slots, check_tables
 
 BLOCK = 16
 SPACES = ("", "blue")
@@ -72,6 +73,7 @@ class RequestMachine(RuleBasedStateMachine):
             build_layout(self.plain), self.capacity, retention=retention, secret=1, model_version="w0", abi={"attention": 1},
             lock_free=lock_free, **self.limits(),
         )  # fmt: skip
+        self.buffers = hetkv.StepBuffers(self.cache, max_sequences=6, max_tokens=6 * 2 * BLOCK, max_sequence_tokens=208)
         self.spaces = {"": self.cache.namespace(), "blue": self.cache.namespace(salt="blue")}
         self.version = Version(0, 1, "w0")
         self.model = ReferenceCache(self.plain, retention, self.version)
@@ -199,6 +201,34 @@ class RequestMachine(RuleBasedStateMachine):
     def schedule_only(self, number: int, count: int) -> None:
         one = self.pick(number)
         self.schedule(one, min(len(one.tokens), one.real.scheduled + count))
+
+    @precondition(lambda self: self.live)
+    @rule(first=picks, counts=st.lists(st.sampled_from([0, 1, 5, BLOCK, 2 * BLOCK]), min_size=1, max_size=5))
+    def prepare_step(self, first: int, counts: list[int]) -> None:
+        """One call for a whole batch: every sequence takes its step or none does, and the arrays say where."""
+        batch = [self.pick(first + i) for i in range(min(len(counts), len(self.live)))]
+        tokens = [min(count, len(one.tokens) - one.real.scheduled) for one, count in zip(batch, counts, strict=False)]
+        begins = [one.real.scheduled for one in batch]
+        buffers = self.buffers
+        arrays = (*buffers.block_tables.values(), *buffers.slots.values(), buffers.cu_seqlens_q, buffers.seqused_k)
+        for array in arrays:
+            array.fill_(-7)
+        stamps = self.attempt(lambda: self.cache.prepare_step([one.real for one in batch], tokens, buffers))
+        if stamps is None:
+            assert [one.real.scheduled for one in batch] == begins
+            assert all(bool((array == -7).all()) for array in arrays)
+            return
+        ends = [begin + count for begin, count in zip(begins, tokens, strict=True)]
+        assert [(stamp.begin, stamp.end) for stamp in stamps] == list(zip(begins, ends, strict=True))
+        for one, stamp in zip(batch, stamps, strict=True):
+            one.stamps.append((stamp, None if one.model is None else one.model.schedule(stamp.end)))
+        idle = buffers.max_sequences - len(batch)
+        sums = [sum(tokens[:i]) for i in range(len(batch) + 1)]
+        assert buffers.cu_seqlens_q.tolist() == sums + [sums[-1]] * idle
+        assert buffers.seqused_k.tolist() == ends + [0] * idle
+        for group in self.plain.groups:
+            check_tables(self.cache, self.plain, buffers, group, batch)
+            check_slots(self.cache, buffers, group, batch, [range(stamp.begin, stamp.end) for stamp in stamps])
 
     @precondition(lambda self: any(one.stamps for one in self.live))
     @rule(number=picks)

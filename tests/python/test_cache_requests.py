@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 from collections.abc import Callable
 
 import numpy as np
@@ -61,6 +62,32 @@ def test_a_report_tells_decoded_state_from_chunks(cache: hetkv.Cache, prompt: To
         with cache.admit(prompt[:end]) as again:
             assert again.num_computed_tokens == end - 1
             assert again.report.canonical is canonical
+
+
+def test_a_forecast_leaves_canonical_open(cache: hetkv.Cache, prompt: Tokens, serve: Serve) -> None:
+    """Only an admission pins what it will read, so only its report says `canonical`; in all else the two are equal."""
+
+    def forecast_and_admission(tokens: Tokens) -> tuple[hetkv.HitReport, hetkv.HitReport]:
+        forecast = cache.probe(tokens)
+        with cache.admit(tokens) as seq:
+            return forecast, seq.report
+
+    nothing, admitted = forecast_and_admission(prompt[:40] + 1)
+    assert nothing.canonical is None
+    assert admitted.canonical is True  # resuming at 0 is a cold run
+    assert nothing == admitted
+    serve(cache, prompt).free()
+    for tokens in (prompt, prompt[:33], np.concatenate([prompt, prompt])):
+        forecast, admitted = forecast_and_admission(tokens)
+        assert forecast.num_recoverable_tokens > 0
+        assert forecast.canonical is None
+        assert admitted.canonical is True
+        assert forecast == admitted
+        assert hash(forecast) == hash(admitted)
+        assert str(forecast) == str(admitted)
+        assert pickle.loads(pickle.dumps(forecast)).canonical is None
+    cache.set_model_version("w1")
+    assert cache.probe(prompt).canonical is None
 
 
 def test_report_reads_as_a_sentence(cache: hetkv.Cache, prompt: Tokens, serve: Serve) -> None:

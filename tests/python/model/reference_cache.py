@@ -67,6 +67,7 @@ class Node:
     kids: int = 0
     points: dict[str, Point] = field(default_factory=dict)
     ever: set[str] = field(default_factory=set)  # point groups once published here
+    quarantined: dict[str, str] = field(default_factory=dict)  # why, by point group, until it is published again
 
     @property
     def idle(self) -> bool:
@@ -187,8 +188,10 @@ class ReferenceCache:
         return Report(len(prompt), seen * b, history * b, end * b, tuple(losses))
 
     def blame(self, chain: list[Node], end: int, below: int, group: PlainGroup) -> str:
-        """Why the group is incomplete at ``end``: its deepest missing object was evicted, or never made."""
+        """Why the group is incomplete at ``end``: its deepest missing object was quarantined, evicted, or never made."""
         missing = next(d for d in self.layout.objects(group, end) if not chain[d - 1].has(group.name))
+        if group.name in chain[missing - 1].quarantined:
+            return chain[missing - 1].quarantined[group.name]
         was_there = group.name in chain[missing - 1].ever
         if group.retention == "window":
             return "window_evicted" if was_there else "group_missing"
@@ -309,6 +312,7 @@ class ReferenceCache:
             if not top.has(group.name):
                 return 0
             top.points[group.name].broken = True
+            top.quarantined[group.name] = reason
             if top.points[group.name].pins == 0:
                 del top.points[group.name]
             return 1
@@ -654,6 +658,7 @@ class ReferenceSequence:
             if self.windows[group].get(d - 1) == "private" and group not in node.points:
                 node.points[group] = Point(d <= self.canonical_depth)
                 node.ever.add(group)
+                node.quarantined.pop(group, None)
                 self.pin.add(group, d, node)
                 self.windows[group][d - 1] = "shared"
         node = self.chain[point.depth - 1]
@@ -661,6 +666,7 @@ class ReferenceSequence:
             if group not in node.points:
                 node.points[group] = Point(point.depth <= self.canonical_depth)
                 node.ever.add(group)
+                node.quarantined.pop(group, None)
 
     def free(self, turn_end: bool) -> None:
         if turn_end:
