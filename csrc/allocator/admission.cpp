@@ -101,6 +101,10 @@ HitReport KvAllocator::probe(std::span<const std::int32_t> tokens, const Namespa
       [&](std::uint32_t d) -> std::uint8_t {
         const NodeId node = store_.lookup(keys[d - 1], version, instance.id).node;
         return node == 0 ? std::uint8_t{0} : store_.nodes().header(node).ever_published.load(std::memory_order_relaxed);
+      },
+      [&](std::uint32_t d, std::uint32_t set) -> std::optional<LossReason> {
+        const NodeId node = store_.lookup(keys[d - 1], version, instance.id).node;
+        return node == 0 ? std::nullopt : store_.broken_point(node, set);
       });
   counters_.add(Counters::kProbes);
   return report;
@@ -167,7 +171,7 @@ std::uint32_t KvAllocator::pin_history(std::span<const std::int32_t> tokens, std
     }
     lease.move_to(found.node);
     HETKV_TEST_POINT("admit: pinned, not gathered");
-    const std::uint32_t differs = store_.gather(keys.first(depth), tokens.data(), version, instance.id, verify_all_tokens_,
+    const std::uint32_t differs = store_.gather(found.node, keys.first(depth), tokens.data(), verify_all_tokens_,
                                                 [&](std::uint32_t, NodeId node, std::uint8_t f) {
                                                   chain.nodes.push_back(node);
 #ifdef HETKV_PLANT_POINTS_UNCHECKED
@@ -175,9 +179,10 @@ std::uint32_t KvAllocator::pin_history(std::span<const std::int32_t> tokens, std
 #endif
                                                   chain.flags.push_back(f);
                                                 });
-    if (differs == 0 && chain.nodes.back() == found.node) return depth;
+    if (differs == 0) return depth;
+    const bool broken = !store_.node_ok(found.node);
     lease.move_to(0);
-    if (differs == 0) continue;  // a quarantine took the pinned chain, and another like it was published
+    if (broken) continue;  // a quarantine took it: it is not found again, but another like it may have been published
     counters_.add(Counters::kVerifyMismatches);
     limit = differs - 1;
   }
@@ -189,9 +194,8 @@ std::uint32_t KvAllocator::pin_endpoint(std::uint32_t depth, PinnedChain& chain,
     HitReport attempt = report;
     const std::uint32_t end = EndpointScan(layout_).run(
         depth, attempt, [&](std::uint32_t d) { return chain.flags[d - 1]; },
-        [&](std::uint32_t d) {
-          return store_.nodes().header(chain.nodes[d - 1]).ever_published.load(std::memory_order_relaxed);
-        });
+        [&](std::uint32_t d) { return store_.nodes().header(chain.nodes[d - 1]).ever_published.load(std::memory_order_relaxed); },
+        [&](std::uint32_t d, std::uint32_t set) { return store_.broken_point(chain.nodes[d - 1], set); });
     if (!pin_points(end, chain, lease)) continue;  // each failure clears a flag, so this ends
     report = attempt;
     return end;

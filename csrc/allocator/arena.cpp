@@ -17,6 +17,20 @@ namespace {
 
 constexpr std::uint64_t kMostUnits = std::uint64_t{1} << 31;  // block tables are int32
 
+// Division by a number that stays the same, as a multiplication: exact for 32-bit numbers. Every use of a block finds its place so.
+class Divisor {
+ public:
+  Divisor() = default;
+  explicit Divisor(std::uint32_t divisor) : inverse_(divisor > 1 ? ~std::uint64_t{0} / divisor + 1 : 0) {}
+  std::uint32_t operator()(std::uint32_t n) const noexcept {
+    if (inverse_ == 0) return n;
+    return static_cast<std::uint32_t>(static_cast<unsigned __int128>(inverse_) * n >> 64);
+  }
+
+ private:
+  std::uint64_t inverse_ = 0;  // 2^64 / divisor, rounded up; 0 for 1
+};
+
 std::uint64_t alignment_of(const CacheLayout& layout) {
   std::uint64_t alignment = kOffsetUnit;
   for (const Group& group : layout.groups()) alignment = std::max<std::uint64_t>(alignment, group.spec.alignment);
@@ -91,21 +105,23 @@ std::unique_ptr<Reservation> make_reservation(bool lock_free, const ReservationR
 struct Arena::Impl {
   Impl(const CacheLayout& for_layout, const ArenaConfig& config)
       : layout(for_layout), slab_bytes(slab_bytes_of(layout, config)),
-        slab_units(static_cast<std::uint32_t>(slab_bytes / kOffsetUnit)), base_address(config.base_address),
+        slab_units(static_cast<std::uint32_t>(slab_bytes / kOffsetUnit)), by_slab(slab_units), base_address(config.base_address),
         rules((check_floors(layout, config, slab_bytes), geometry_of(layout, slab_bytes)),
               static_cast<std::uint32_t>(config.bytes / slab_bytes), slab_bytes, config.limits),
         slabs(rules.pools(), rules.slabs()), holds(rules.slabs(), slabs.least_blocks(), slabs.most_blocks()),
         owners(rules.slabs(), slabs.least_blocks(), slabs.most_blocks()),
         reservation(make_reservation(config.lock_free, rules, slabs)) {
-    for (std::size_t p = 0; p < rules.num_pools(); ++p)
+    for (std::size_t p = 0; p < rules.num_pools(); ++p) {
       block_units[p] = static_cast<std::uint32_t>(layout.pools()[p].block_bytes / kOffsetUnit);
+      by_block[p] = Divisor(block_units[p]);
+    }
   }
 
   SlabTable::Place locate(Block block) const noexcept {
     HETKV_CHECK(block.pool < rules.num_pools(), "a block of no pool");
-    const std::uint32_t slab = block.offset / slab_units, rest = block.offset % slab_units;
-    const std::uint32_t index = rest / block_units[block.pool];
-    HETKV_CHECK(slab < rules.slabs() && rest % block_units[block.pool] == 0 && index < rules.pool(block.pool).blocks_per_slab,
+    const std::uint32_t slab = by_slab(block.offset), rest = block.offset - slab * slab_units;
+    const std::uint32_t index = by_block[block.pool](rest);
+    HETKV_CHECK(slab < rules.slabs() && index * block_units[block.pool] == rest && index < rules.pool(block.pool).blocks_per_slab,
                 "an offset at which its pool has no block");
     return {slab, index};
   }
@@ -141,6 +157,7 @@ struct Arena::Impl {
   const CacheLayout layout;
   const std::uint64_t slab_bytes;
   const std::uint32_t slab_units;
+  const Divisor by_slab;
   const std::uint64_t base_address;
   const ReservationRules rules;
   SlabTable slabs;
@@ -148,6 +165,7 @@ struct Arena::Impl {
   SlabArray<std::uint32_t> owners;
   std::unique_ptr<Reservation> reservation;
   std::array<std::uint32_t, kMaxPools> block_units{};
+  std::array<Divisor, kMaxPools> by_block{};
 };
 
 Charge::Charge(Charge&& other) noexcept

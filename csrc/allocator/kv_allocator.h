@@ -157,10 +157,10 @@ class KvAllocator {
   static void return_quota(std::uint64_t bytes, Namespace* space) {
     space->used_bytes.fetch_sub(static_cast<std::int64_t>(bytes), std::memory_order_relaxed);
   }
-  bool make_room(PoolId pool, std::uint32_t blocks, bool after_sweep);
-  bool thin_out(PoolId pool, std::uint32_t blocks);
+  bool make_room(const ReserveOutcome& shortage, std::uint32_t blocks, bool after_sweep);
+  bool thin_out(const ReserveOutcome& shortage, const BlockCounts& need, const BlockCounts& headroom);
   bool reclaim_slab(PoolId to, std::uint32_t needed, bool try_all);
-  bool evict_coldest_of(GroupId id, bool after_sweep);
+  std::uint64_t evict_coldest_of(GroupId id, std::uint64_t at_most, bool after_sweep);
   bool evict_kind_of(PoolId pool);
   bool drainable(std::span<const Block> blocks) const;
   bool drain_slab(std::uint32_t slab, std::span<const Block> blocks);

@@ -40,8 +40,7 @@ class LockedReservation final : public Reservation {
         return {};
       }
       if (const ReserveOutcome never = rules_.possible(need); never.status == ReserveOutcome::Status::kImpossible) return never;
-      if (plan.verdict != SlabPlan::Verdict::kStealFirst || !steal(plan))
-        return {ReserveOutcome::Status::kShort, plan.pool, 0, 0};
+      if (plan.verdict != SlabPlan::Verdict::kStealFirst || !steal(plan)) return rules_.refuse(plan, need);
     }
   }
 

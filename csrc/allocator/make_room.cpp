@@ -66,49 +66,69 @@ Refusal KvAllocator::reserve_blocks(const BlockCounts& need, std::uint64_t ticke
         break;
     }
     const std::uint32_t blocks = std::max<std::uint32_t>(need[outcome.pool] + headroom[outcome.pool], 1);
-    if (make_room(outcome.pool, blocks, false)) continue;
+    if (make_room(outcome, blocks, false)) continue;
     store_.sweep_into_queues();
-    if (make_room(outcome.pool, blocks, true)) continue;
+    if (make_room(outcome, blocks, true)) continue;
     if (evict_kind_of(outcome.pool)) continue;
-    if (!std::exchange(thinned, true) && thin_out(outcome.pool, blocks)) continue;
+    if (!std::exchange(thinned, true) && thin_out(outcome, need, headroom)) continue;
     counters_.add(Counters::kRefusedNoRoom);
-    return {Refusal::Cause::kNoRoom, outcome.pool, bytes_of(need), arena_.bytes(), true};
+    const bool over_cap = outcome.cap > 0;
+    return {Refusal::Cause::kNoRoom, outcome.pool, over_cap ? outcome.need : bytes_of(need),
+            over_cap ? outcome.cap : arena_.bytes(), true};
   }
 }
 
-// Evicts something that helps `pool`: objects of its own group first, then a whole slab of another pool.
-bool KvAllocator::make_room(PoolId pool, std::uint32_t blocks, bool after_sweep) {
-  // A few at a time: the reservation needs no more than it lacks, which may be less than it asks for.
-  const std::uint32_t batch = std::min<std::uint32_t>(blocks, 16);
-  std::uint32_t evicted = 0;
-  if (!layout_.pools()[pool].ring) {
-    while (evicted < batch && evict_coldest_of(layout_.pools()[pool].group, after_sweep)) ++evicted;
-  }
-  return evicted > 0 || reclaim_slab(pool, blocks, after_sweep);
+// Evicts something that helps the pool that is short: objects of its own group first, then a whole slab of another pool.
+bool KvAllocator::make_room(const ReserveOutcome& shortage, std::uint32_t blocks, bool after_sweep) {
+  const PoolSpec& pool = layout_.pools()[shortage.pool];
+  if (!pool.ring && evict_coldest_of(pool.group, shortage.lacking, after_sweep) > 0) return true;
+  return reclaim_slab(shortage.pool, blocks, after_sweep);
 }
 
-bool KvAllocator::evict_coldest_of(GroupId id, bool after_sweep) {
+std::uint64_t KvAllocator::evict_coldest_of(GroupId id, std::uint64_t at_most, bool after_sweep) {
   const Group& group = layout_.group(id);
-  if (group.history_slot >= 0) return store_.evict_coldest_history(after_sweep);
-  return group.point_slot >= 0 && store_.evict_coldest_point(static_cast<std::uint32_t>(group.point_slot), after_sweep);
+  if (group.history_slot >= 0) return store_.evict_coldest_history(at_most, after_sweep);
+  std::uint64_t gone = 0;
+  if (group.point_slot >= 0) {
+    while (gone < at_most && store_.evict_coldest_point(static_cast<std::uint32_t>(group.point_slot), after_sweep)) ++gone;
+  }
+  return gone;
 }
 
 // One object of any group of the pool's kind: where the kind's cap is short, or its slabs are held by a sister group.
 bool KvAllocator::evict_kind_of(PoolId pool) {
   for (const Group& group : layout_.groups()) {
-    if (group.spec.kind == layout_.pools()[pool].kind && evict_coldest_of(group.id, true)) return true;
+    if (group.spec.kind == layout_.pools()[pool].kind && evict_coldest_of(group.id, 1, true) > 0) return true;
   }
   return false;
 }
 
-// No slab can be emptied at once: takes one object from a pool that may give a slab.
-bool KvAllocator::thin_out(PoolId pool, std::uint32_t blocks) {
+// No slab can be drained. An empty one may still be promised to the credits of its pool: fewer objects in its other slabs, and their
+// room covers the credits. Takes as many objects as the missing slabs need; false if no slab came free of its promise.
+bool KvAllocator::thin_out(const ReserveOutcome& shortage, const BlockCounts& need, const BlockCounts& headroom) {
+  std::array<std::uint64_t, kMaxPools> empty{};
+  for (std::uint32_t slab = 0; slab < arena_.num_slabs(); ++slab) {
+    if (const auto owner = arena_.slab_owner(slab); owner && arena_.slab_used(slab) == 0) ++empty[*owner];
+  }
+  std::uint64_t missing = shortage.missing;
+  bool helped = false;
   for (const auto& groups : {layout_.point_groups(), layout_.history_groups()}) {
     for (const GroupId id : groups) {
-      if (id != pool && arena_.may_steal(id, pool, blocks) && evict_coldest_of(id, false)) return true;
+      if (id == shortage.pool || !arena_.may_steal(id, shortage.pool)) continue;
+      for (std::uint64_t given = 1; given <= empty[id] && missing > 0; ++given) {
+        const PoolUsage use = arena_.usage(id);
+        if (given > use.slabs_owned) break;
+        const std::uint64_t promised = use.blocks_reserved + need[id] + headroom[id];
+        const std::uint64_t room = (use.slabs_owned - given) * use.blocks_per_slab;
+        if (promised > room) {
+          if (evict_coldest_of(id, promised - room, false) < promised - room) break;
+          helped = true;
+        }
+        --missing;
+      }
     }
   }
-  return false;
+  return helped;
 }
 
 // Whether every block of the slab belongs to an object that nobody pins now.
@@ -124,6 +144,7 @@ bool KvAllocator::drainable(std::span<const Block> blocks) const {
 
 // Evicts every object of one slab; false if something in it turned out to be in use.
 bool KvAllocator::drain_slab(std::uint32_t slab, std::span<const Block> blocks) {
+  std::vector<NodeId> nodes;
   for (const Block block : blocks) {
     const NodeId node = arena_.owner(block);
     const Group& group = layout_.group(layout_.pools()[block.pool].group);
@@ -131,18 +152,22 @@ bool KvAllocator::drain_slab(std::uint32_t slab, std::span<const Block> blocks) 
     if (group.point_slot >= 0) {
       const auto set = static_cast<std::uint32_t>(group.point_slot);
       if (!store_.evict_point(node, set, store_.nodes().point(node, set).load().gen())) return false;
-    } else if (store_.nodes().history(node).load().state() == ObjectState::kSealed && !store_.evict_subtree(node)) {
-      return false;
+    } else if (store_.nodes().history(node).load().state() == ObjectState::kSealed) {
+      nodes.push_back(node);
     }
   }
+  if (!nodes.empty() && !store_.evict_subtrees(nodes)) return false;
   return arena_.slab_used(slab) == 0;
 }
 
 bool KvAllocator::reclaim_slab(PoolId to, std::uint32_t needed, bool try_all) {
+  std::array<bool, kMaxPools> may_give{};
+  for (std::size_t pool = 0; pool < layout_.pools().size(); ++pool)
+    may_give[pool] = arena_.may_steal(static_cast<PoolId>(pool), to, needed);
   std::vector<std::pair<std::uint32_t, std::uint32_t>> candidates;  // used, slab
   for (std::uint32_t slab = 0; slab < arena_.num_slabs(); ++slab) {
     const auto from = arena_.slab_owner(slab);
-    if (!from || *from == to || !arena_.may_steal(*from, to, needed)) continue;
+    if (!from || !may_give[*from]) continue;
     // An empty one that the reservation did not take is promised to its pool. Only what is evicted here counts as progress.
     if (const std::uint32_t used = arena_.slab_used(slab); used > 0) candidates.emplace_back(used, slab);
   }
@@ -175,7 +200,7 @@ std::uint64_t KvAllocator::evict(ObjectKind kind, std::uint64_t blocks) {
       const auto set = static_cast<std::uint32_t>(group.point_slot);
       while (gone < blocks && store_.evict_coldest_point(set, false)) ++gone;
     } else if (!std::exchange(history_done, true)) {
-      while (gone < blocks && store_.evict_coldest_history(false)) ++gone;
+      gone += store_.evict_coldest_history(blocks - gone, false);
     }
   }
   return gone;
@@ -198,7 +223,7 @@ std::uint64_t KvAllocator::quarantine(std::span<const std::int32_t> tokens, cons
   if (found.node == 0) return 0;
   const Group& g = layout_.group(group);
   if (g.point_slot < 0) return store_.quarantine_node(found.node, found.gen, reason, group);
-  return store_.quarantine_point(found.node, static_cast<std::uint32_t>(g.point_slot)) ? 1 : 0;
+  return store_.quarantine_point(found.node, static_cast<std::uint32_t>(g.point_slot), reason) ? 1 : 0;
 }
 
 Found KvAllocator::object_at(std::span<const std::int32_t> tokens, const Namespace* space, std::int64_t position,

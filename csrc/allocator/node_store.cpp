@@ -13,7 +13,10 @@ NodeId NodeStore::allocate() {
     const auto id = static_cast<NodeId>(head);
     const std::uint64_t next = header(id).next_free.load(std::memory_order_relaxed);
     const std::uint64_t wanted = ((head >> 32) + 1) << 32 | next;  // the tag moves: a recycled head cannot pass
-    if (free_head_.compare_exchange_weak(head, wanted, std::memory_order_acq_rel, std::memory_order_acquire)) return id;
+    if (free_head_.compare_exchange_weak(head, wanted, std::memory_order_acq_rel, std::memory_order_acquire)) {
+      prefetch(static_cast<NodeId>(next));  // publication takes one after the other
+      return id;
+    }
   }
   NodeId id = bump_.load(std::memory_order_relaxed);
   while (id <= max_nodes_) {

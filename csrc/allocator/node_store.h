@@ -47,9 +47,12 @@ class NodeStore {
   std::uint32_t& history_ref(NodeId id, std::uint32_t slot) const { return refs(id)[slot]; }
   std::uint32_t& point_ref(NodeId id, std::uint32_t set) const { return refs(id)[history_groups_ + set]; }
   std::span<std::int32_t> tokens(NodeId id) const { return {tokens_.data() + std::size_t{id} * block_size_, block_size_}; }
-  void prefetch(NodeId id) const {
+  void prefetch_record(NodeId id) const {
     __builtin_prefetch(record(id));
     __builtin_prefetch(record(id) + 64);
+  }
+  void prefetch(NodeId id) const {
+    prefetch_record(id);
     const auto* t = reinterpret_cast<const std::byte*>(tokens_.data() + std::size_t{id} * block_size_);
     for (std::size_t at = 0; at < block_size_ * sizeof(std::int32_t) && at < 1024; at += 64) __builtin_prefetch(t + at);
   }

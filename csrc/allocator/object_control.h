@@ -115,24 +115,26 @@ class ObjectControl {
         },
         [](ObjectWord w) { return w.with_state(ObjectState::kEvicting); });
   }
-  // EVICTING -> ABSENT, by the evictor, after slot and blocks are gone.
+  // EVICTING -> ABSENT, by the evictor, after slot and blocks are gone. The lasting flags stay.
   void finish_evict() {
     change(
         [](ObjectWord w) {
           HETKV_CHECK(w.state() == ObjectState::kEvicting, "finish_evict without begin_evict");
           return Transition::kDone;
         },
-        [](ObjectWord w) { return ObjectWord::make(ObjectState::kAbsent, 0, 0, 0, w.gen()); });
+        [](ObjectWord w) {
+          return ObjectWord::make(ObjectState::kAbsent, w.flags() & ObjectWord::kLastingFlags, 0, 0, w.gen());
+        });
   }
-  // SEALED or FILLING -> BROKEN: no new pin, no new child; pins and kids stay.
-  Transition break_object(std::uint32_t gen) {
+  // SEALED or FILLING -> BROKEN, with these flags more: no new pin, no new child; pins and kids stay.
+  Transition break_object(std::uint32_t gen, std::uint32_t flags = 0) {
     return change(
         [gen](ObjectWord w) {
           if (w.gen() != gen) return Transition::kWrongGeneration;
           return w.state() == ObjectState::kSealed || w.state() == ObjectState::kFilling ? Transition::kDone
                                                                                          : Transition::kWrongState;
         },
-        [](ObjectWord w) { return w.with_state(ObjectState::kBroken); });
+        [flags](ObjectWord w) { return w.with_state(ObjectState::kBroken).with_flags(w.flags() | flags); });
   }
   Transition set_flags(std::uint32_t set, std::uint32_t clear) {
     return change([](ObjectWord) { return Transition::kDone; },

@@ -15,19 +15,45 @@ std::uint32_t ghost_tag(const Key128& key) { return static_cast<std::uint32_t>(k
 
 }  // namespace
 
-bool ObjectStore::evict_node(NodeId node, std::uint32_t gen) {
-  const NodeId parent = store_.header(node).parent.load(std::memory_order_relaxed);
+bool ObjectStore::evict_node(NodeId node, std::uint32_t gen) { return evict_upwards(node, gen, 1) == 1; }
+
+// Evicts a leaf, and then its ancestors as long as each becomes a leaf that is at least as cold as all that is queued: chains are
+// published and left as a whole, so most victims follow their child and never pass through the queue.
+std::uint64_t ObjectStore::evict_upwards(NodeId node, std::uint32_t gen, std::uint64_t at_most) {
+  for (std::uint64_t gone = 0;;) {
+    const NodeId parent = store_.header(node).parent.load(std::memory_order_relaxed);
 #ifdef HETKV_PLANT_KID_FIRST
-  if (parent != 0) store_.history(parent).drop_kid();
+    if (parent != 0) store_.history(parent).drop_kid();
 #endif
-  HETKV_TEST_POINT("evict: before the claim");
-  if (store_.history(node).begin_evict(gen) != Transition::kDone) return false;
-  HETKV_TEST_POINT("evict: claimed");
-  finish_evict_node(node);
-#ifndef HETKV_PLANT_KID_FIRST
-  release_history(parent, &ObjectControl::drop_kid);
+    HETKV_TEST_POINT("evict: before the claim");
+    if (store_.history(node).begin_evict(gen) != Transition::kDone) return gone;
+    HETKV_TEST_POINT("evict: claimed");
+    finish_evict_node(node);
+    ++gone;
+#ifdef HETKV_PLANT_KID_FIRST
+    return gone;
 #endif
-  return true;
+    const Unused next = release_history(parent, &ObjectControl::drop_kid);
+    if (next.node == 0) return gone;
+    if (gone == at_most || history_score(next.node) > history_queue_.lowest()) {
+      enqueue_history(next.node);
+      return gone;
+    }
+    node = next.node;
+    gen = next.gen;
+  }
+}
+
+// Chains go leaf by leaf, so the parent and then its parent are the likely next victims: what evicting them writes comes into cache
+// while their child is taken apart. Each is there while a child of it is.
+void ObjectStore::prefetch_eviction(NodeId parent) const {
+  for (int ahead = 0; ahead < 2 && parent != 0; ++ahead) {
+    const Key128 key = key_of(parent);
+    index_.prefetch_for_write(key);
+    __builtin_prefetch(&ghosts_[key.low % kGhosts], 1);
+    parent = store_.header(parent).parent.load(std::memory_order_relaxed);
+  }
+  store_.prefetch_record(parent);
 }
 
 // The node is EVICTING and ours. Leaves it ABSENT and its record free; the caller lowers the parent's child count after.
@@ -35,8 +61,8 @@ void ObjectStore::finish_evict_node(NodeId node) {
   NodeHeader& h = store_.header(node);
   const Key128 key = key_of(node);
   index_.remove(key, node);
-  // Chains go leaf by leaf, so the parent is the likely next victim: its bucket comes while this node is taken apart.
-  if (const NodeId parent = h.parent.load(std::memory_order_relaxed); parent != 0) index_.prefetch_for_write(key_of(parent));
+  const NodeId parent = h.parent.load(std::memory_order_relaxed);
+  prefetch_eviction(parent);
   ghosts_[key.low % kGhosts].store(ghost_tag(key), std::memory_order_relaxed);
   for (std::uint32_t s = 0; s < store_.point_sets(); ++s) {
     ObjectControl point = store_.point(node, s);
@@ -46,6 +72,8 @@ void ObjectStore::finish_evict_node(NodeId node) {
       drop_point_block(node, s, h.space.load(std::memory_order_relaxed));
       point.finish_evict();
     }
+    // A reason dies with the node, also where another evictor is still at the point.
+    if ((point.load().flags() & ObjectWord::kLastingFlags) != 0) point.set_flags(0, ObjectWord::kLastingFlags);
   }
   std::uint64_t bytes = 0;
   for (std::uint32_t slot = 0; slot < store_.history_groups(); ++slot) {
@@ -57,15 +85,12 @@ void ObjectStore::finish_evict_node(NodeId node) {
   }
   spaces_.of_instance(h.space.load(std::memory_order_relaxed))
       ->used_bytes.fetch_sub(static_cast<std::int64_t>(bytes), std::memory_order_relaxed);
-  live_nodes_.fetch_sub(1, std::memory_order_relaxed);
   live_by_version_[h.version.load(std::memory_order_relaxed)].fetch_sub(1, std::memory_order_relaxed);
   counters_.history_evicted.fetch_add(1, std::memory_order_relaxed);
-  if (const NodeId parent = h.parent.load(std::memory_order_relaxed); parent != 0) {
+  if (parent != 0) {
     std::atomic<std::uint64_t>& theirs = store_.header(parent).last_use;
-    std::uint64_t seen = theirs.load(std::memory_order_relaxed);
     const std::uint64_t mine = h.last_use.load(std::memory_order_relaxed);
-    while (seen < mine && !theirs.compare_exchange_weak(seen, mine, std::memory_order_relaxed)) {
-    }
+    if (theirs.load(std::memory_order_relaxed) < mine) theirs.store(mine, std::memory_order_relaxed);  // as touch_node does
   }
   store_.history(node).finish_evict();
   store_.release(node);
@@ -139,8 +164,11 @@ void ObjectStore::enqueue_point(NodeId node, std::uint32_t set) {
   }
 }
 
-bool ObjectStore::evict_coldest_history(bool after_sweep) {
-  while (const auto entry = history_queue_.pop()) {
+std::uint64_t ObjectStore::evict_coldest_history(std::uint64_t at_most, bool after_sweep) {
+  std::uint64_t gone = 0;
+  while (gone < at_most) {
+    const auto entry = history_queue_.pop();
+    if (!entry) break;
     NodeHeader& h = store_.header(entry->node);
     // The bit goes first: a release that comes after sees it clear and queues the object anew.
     h.queued.fetch_and(static_cast<std::uint16_t>(~kHistoryQueued), std::memory_order_acq_rel);
@@ -150,13 +178,13 @@ bool ObjectStore::evict_coldest_history(bool after_sweep) {
       enqueue_history(entry->node);
       continue;
     }
-    if (evict_node(entry->node, w.gen())) return true;
+    gone += evict_upwards(entry->node, w.gen(), at_most - gone);
   }
-  for (NodeId id = 1; after_sweep && id < store_.high_water(); ++id) {
+  for (NodeId id = 1; after_sweep && gone == 0 && id < store_.high_water(); ++id) {
     const ObjectWord w = store_.history(id).load();
-    if (w.state() == ObjectState::kSealed && w.pins() == 0 && w.kids() == 0 && evict_node(id, w.gen())) return true;
+    if (w.state() == ObjectState::kSealed && w.pins() == 0 && w.kids() == 0) gone += evict_upwards(id, w.gen(), at_most);
   }
-  return false;
+  return gone;
 }
 
 bool ObjectStore::evict_coldest_point(std::uint32_t set, bool after_sweep) {
@@ -211,24 +239,71 @@ std::vector<NodeId> ObjectStore::live_by_depth() const {
   return nodes;
 }
 
-bool ObjectStore::evict_subtree(NodeId root) {
-  std::vector<char> inside(store_.high_water(), 0);
-  if (root >= inside.size()) return false;
-  inside[root] = 1;
-  std::vector<std::pair<NodeId, std::uint32_t>> victims;
-  for (const NodeId id : live_by_depth()) {
-    if (id >= inside.size()) continue;
-    const NodeId parent = store_.header(id).parent.load(std::memory_order_relaxed);
-    if (inside[id] == 0 && (parent == 0 || parent >= inside.size() || inside[parent] == 0)) continue;
-    inside[id] = 1;
+// Every node at or below one of `roots` (sorted, at least one), with its depth. Climbs each node's parents to the first whose side is known; depths fall on
+// the way, so records that are recycled meanwhile cannot send it in circles.
+std::vector<std::pair<std::uint32_t, NodeId>> ObjectStore::nodes_below(std::span<const NodeId> roots) const {
+  HETKV_TEST_POINT("evict: looking for all that is below");
+  enum Side : std::uint8_t { kUnknown, kInside, kOutside };
+  std::vector<Side> sides(std::max<std::size_t>(store_.high_water(), roots.back() + 1), kUnknown);
+  std::vector<std::pair<std::uint32_t, NodeId>> found;
+  std::vector<NodeId> path;
+  auto depth_of = [&](NodeId id) { return store_.header(id).depth.load(std::memory_order_relaxed); };
+  for (const NodeId root : roots) sides[root] = kInside;
+  for (NodeId id = 1; id < sides.size(); ++id) {
+    const ObjectState state = store_.history(id).load().state();
+    if (state != ObjectState::kSealed && state != ObjectState::kBroken) continue;
+    Side side = sides[id];
+    for (NodeId at = id; side == kUnknown;) {
+      path.push_back(at);
+      const NodeId parent = store_.header(at).parent.load(std::memory_order_relaxed);
+      const bool up = parent != 0 && parent < sides.size() && depth_of(parent) < depth_of(at);
+      side = up ? sides[parent] : kOutside;
+      at = parent;
+    }
+    for (const NodeId at : path) sides[at] = side;
+    path.clear();
+    if (side == kInside) found.emplace_back(depth_of(id), id);
+  }
+  return found;
+}
+
+// Whether no node outside `roots` (sorted) hangs on one of them: as many children as roots that name them as their parent.
+bool ObjectStore::closed_downwards(std::span<const NodeId> roots) const {
+  std::vector<std::uint32_t> kids(roots.size(), 0);
+  for (const NodeId root : roots) {
+    const auto at = std::lower_bound(roots.begin(), roots.end(), store_.header(root).parent.load(std::memory_order_relaxed));
+    if (at != roots.end() && *at == store_.header(root).parent.load(std::memory_order_relaxed))
+      ++kids[static_cast<std::size_t>(at - roots.begin())];
+  }
+  for (std::size_t i = 0; i < roots.size(); ++i) {
+    if (store_.history(roots[i]).load().kids() != kids[i]) return false;
+  }
+  return true;
+}
+
+bool ObjectStore::evict_subtrees(std::span<const NodeId> roots) {
+  std::vector<NodeId> sorted(roots.begin(), roots.end());
+  std::sort(sorted.begin(), sorted.end());
+  sorted.erase(std::unique(sorted.begin(), sorted.end()), sorted.end());
+  if (sorted.empty() || sorted.back() >= store_.high_water()) return false;
+  std::vector<std::pair<std::uint32_t, NodeId>> found;  // depth first, so that a sort puts ancestors first
+  if (closed_downwards(sorted)) {
+    for (const NodeId id : sorted) found.emplace_back(store_.header(id).depth.load(std::memory_order_relaxed), id);
+  } else {
+    found = nodes_below(sorted);
+  }
+  std::sort(found.begin(), found.end());
+  std::vector<std::uint32_t> gens;
+  gens.reserve(found.size());
+  for (const auto& [depth, id] : found) {
     const ObjectWord w = store_.history(id).load();
     if (w.pins() > 0) return false;
-    victims.emplace_back(id, w.gen());
+    gens.push_back(w.gen());
   }
-  for (auto it = victims.rbegin(); it != victims.rend(); ++it) {
-    if (!evict_node(it->first, it->second)) return false;
+  for (std::size_t i = found.size(); i-- > 0;) {
+    if (!evict_node(found[i].second, gens[i])) return false;
   }
-  return !victims.empty();
+  return !found.empty();
 }
 
 std::uint64_t ObjectStore::evict_space(const Namespace* space, std::uint32_t only, std::uint64_t at_most_nodes) {

@@ -39,14 +39,19 @@ std::uint64_t ObjectStore::quarantine_node(NodeId node, std::uint32_t gen, LossR
   return marked;
 }
 
-bool ObjectStore::quarantine_point(NodeId node, std::uint32_t set) {
+bool ObjectStore::quarantine_point(NodeId node, std::uint32_t set, LossReason reason) {
   ObjectControl control = store_.point(node, set);
   const std::uint32_t gen = control.load().gen();
-  if (control.break_object(gen) != Transition::kDone) return false;
+  if (control.break_object(gen, static_cast<std::uint32_t>(reason) << kReasonShift) != Transition::kDone) return false;
   counters_.broken.fetch_add(1, std::memory_order_relaxed);
   refresh_flags(node);
   evict_point(node, set, gen);  // now, unless a lease still reads it: then its unpin does
   return true;
+}
+
+std::optional<LossReason> ObjectStore::broken_point(NodeId node, std::uint32_t set) const {
+  const std::uint32_t reason = store_.point(node, set).load().flags() >> kReasonShift;
+  return reason == 0 ? std::nullopt : std::optional(static_cast<LossReason>(reason));
 }
 
 void ObjectStore::remember_broken(const Key128& key, const BrokenRecord& record) {

@@ -87,7 +87,7 @@ bool ObjectStore::pin_node(const Found& found, const Key128& key, VersionId vers
 
 bool ObjectStore::pin_node_again(NodeId node) { return store_.history(node).pin_again() == Transition::kDone; }
 
-void ObjectStore::unpin_node(NodeId node) { release_history(node, &ObjectControl::unpin); }
+void ObjectStore::unpin_node(NodeId node) { enqueue_unused(release_history(node, &ObjectControl::unpin)); }
 
 bool ObjectStore::pin_point(NodeId node, std::uint32_t set) {
   ObjectControl control = store_.point(node, set);
@@ -110,24 +110,22 @@ void ObjectStore::unpin_point(NodeId node, std::uint32_t set) {
 }
 
 // Climbs iteratively: reaping a broken chain must not recurse to its depth.
-void ObjectStore::release_history(NodeId node, Released (ObjectControl::*release)()) {
+ObjectStore::Unused ObjectStore::release_history(NodeId node, Released (ObjectControl::*release)()) {
   while (node != 0) {
     ObjectControl control = store_.history(node);
     // Read while the caller's pin or child count still holds the node: after it, another may reap and recycle it.
     const std::uint32_t gen = control.load().gen();
     const NodeId parent = store_.header(node).parent.load(std::memory_order_relaxed);
     const Released released = (control.*release)();
-    if (released == Released::kLastOfSealed) {
-      enqueue_history(node);
-      return;
-    }
-    if (released != Released::kReapBroken) return;
+    if (released == Released::kLastOfSealed) return {node, gen};
+    if (released != Released::kReapBroken) return {};
     HETKV_TEST_POINT("release: to reap");
-    if (control.begin_evict(gen) != Transition::kDone) return;  // another reaper was first
+    if (control.begin_evict(gen) != Transition::kDone) return {};  // another reaper was first
     finish_evict_node(node);
     node = parent;
     release = &ObjectControl::drop_kid;
   }
+  return {};
 }
 
 // --- publication ---
@@ -215,7 +213,7 @@ PublishStatus ObjectStore::publish_node(const NodeContent& content, NodeId* node
 #endif
     // A quarantine marked the node. It stays the filler's to undo, child count last.
     HETKV_CHECK(control.abandon_fill(gen) == Transition::kDone, "an unpublished node was taken from its filler");
-    release_history(content.parent, &ObjectControl::drop_kid);
+    enqueue_unused(release_history(content.parent, &ObjectControl::drop_kid));
     store_.release(id);
     return PublishStatus::kParentBroken;
   }
@@ -227,7 +225,6 @@ PublishStatus ObjectStore::publish_node(const NodeContent& content, NodeId* node
       arena_.set_owner(Block{content.history_refs[slot], layout_.history_groups()[slot]}, id);
   }
   if (any_broken()) forget_broken(content.key);
-  live_nodes_.fetch_add(1, std::memory_order_relaxed);
   live_by_version_[content.version].fetch_add(1, std::memory_order_relaxed);
   counters_.nodes_published.fetch_add(1, std::memory_order_relaxed);
   *node = id;

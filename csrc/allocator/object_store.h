@@ -14,6 +14,7 @@
 #include <span>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "allocator/arena.h"
@@ -61,8 +62,11 @@ struct PointContent {
 
 inline constexpr std::uint32_t kEveryInstance = ~std::uint32_t{0};
 
-// Flags of an object word.
+// Flags of an object word: one of a sealed object, and the reason of one that was broken (0: none), which outlives it.
 inline constexpr std::uint32_t kCanonicalFlag = 1;
+inline constexpr unsigned kReasonShift = 1;
+static_assert(kNumLossReasons << kReasonShift <= ObjectWord::mask(ObjectWord::kFlagBits) + 1, "a reason fits the flags");
+static_assert(ObjectWord::kLastingFlags == (ObjectWord::mask(ObjectWord::kFlagBits) & ~std::uint64_t{kCanonicalFlag}));
 
 // A lost object that is still remembered by name: broken, not evicted.
 struct BrokenRecord {
@@ -101,12 +105,12 @@ class ObjectStore {
   }
   bool point_ok(NodeId node, std::uint32_t set) const { return store_.point(node, set).load().state() == ObjectState::kSealed; }
 
-  // Under a pin on the node at depth keys.size(): every ancestor's node id, flags and references, and a comparison of tokens
-  // (all blocks, or only the deepest). Returns the shallowest depth whose tokens or parent differ, or 0. `each(depth, node, flags)`
-  // is called for every depth in order. The chain is the pinned one only if its last node is: the caller compares.
+  // The chain of a node that the caller has pinned, at depth keys.size(): node ids and flags, and a comparison of tokens (all
+  // blocks, or only the deepest). Returns the shallowest depth whose tokens differ or that a quarantine has taken out of the index,
+  // or 0. `each(depth, node, flags)` is called for every depth above that, in order. Reads bodies of pinned nodes only.
   template <class Each>
-  std::uint32_t gather(std::span<const Key128> keys, const std::int32_t* tokens, VersionId version, std::uint32_t space,
-                       bool compare_all, Each&& each) const;
+  std::uint32_t gather(NodeId pinned, std::span<const Key128> keys, const std::int32_t* tokens, bool compare_all,
+                       Each&& each) const;
 
   // --- publication ---
   // On kPublished and kFoundEqual `node` is pinned for the caller. The content's blocks move their hold on kPublished only.
@@ -118,12 +122,15 @@ class ObjectStore {
   // --- eviction ---
   // Evicts the coldest history leaf / point object of a set. False if there is no victim now. `after_sweep`: if the queues yield
   // none, takes any that it meets; O(nodes). What a stopped thread keeps in a queue's shard is found that way.
-  bool evict_coldest_history(bool after_sweep);
+  bool evict_coldest_history(bool after_sweep) { return evict_coldest_history(1, after_sweep) != 0; }
   bool evict_coldest_point(std::uint32_t set, bool after_sweep);
+  // Up to at_most of the coldest history leaves, one after the other; returns how many went.
+  std::uint64_t evict_coldest_history(std::uint64_t at_most, bool after_sweep);
   bool evict_node(NodeId node, std::uint32_t gen);
   bool evict_point(NodeId node, std::uint32_t set, std::uint32_t gen);
-  // Evicts the subtree below and including `node`, deepest first; false if something in it is pinned. A sweep: for slab moves only.
-  bool evict_subtree(NodeId node);
+  // Evicts these nodes and all below them, deepest first. False, and nothing goes, if something there is pinned; false also if others
+  // take or use some of it meanwhile. One sweep over all nodes unless the roots have no other children: for slab moves only.
+  bool evict_subtrees(std::span<const NodeId> roots);
   // Puts every evictable object back into the queues (what a busy shard dropped). O(nodes).
   void sweep_into_queues();
   // Evicts unpinned nodes of a namespace, of one instance or of kEveryInstance, leaf first; returns how many went. O(nodes log nodes).
@@ -132,7 +139,9 @@ class ObjectStore {
   // --- quarantine ---
   // Takes a node (or one of its point sets) and everything below it out of sight. Returns the number of objects marked.
   std::uint64_t quarantine_node(NodeId node, std::uint32_t gen, LossReason reason, std::int32_t group);
-  bool quarantine_point(NodeId node, std::uint32_t set);
+  bool quarantine_point(NodeId node, std::uint32_t set, LossReason reason);
+  // Why a point object that is not there was quarantined: known until it is published again or its node goes.
+  std::optional<LossReason> broken_point(NodeId node, std::uint32_t set) const;
   std::optional<BrokenRecord> broken(const Key128& key) const;
   bool any_broken() const { return broken_count_.load(std::memory_order_acquire) != 0; }
   bool recently_evicted(const Key128& key) const;
@@ -143,7 +152,11 @@ class ObjectStore {
   void touch_point(NodeId node, std::uint32_t set);
 
   const NodeStore& nodes() const { return store_; }
-  std::uint64_t live_nodes() const { return live_nodes_.load(std::memory_order_relaxed); }
+  std::uint64_t live_nodes() const {  // O(versions)
+    std::uint64_t live = 0;
+    for (const auto& of_version : live_by_version_) live += of_version.load(std::memory_order_relaxed);
+    return live;
+  }
   std::uint64_t live_nodes(VersionId version) const { return live_by_version_[version].load(std::memory_order_relaxed); }
   std::size_t metadata_bytes() const;
 
@@ -157,15 +170,25 @@ class ObjectStore {
   void check_invariants() const;
 
  private:
+  struct Unused {
+    NodeId node = 0;
+    std::uint32_t gen = 0;
+  };
   Key128 key_of(NodeId node) const {
     const NodeHeader& h = store_.header(node);
     return {h.key_high.load(std::memory_order_relaxed), h.key_low.load(std::memory_order_relaxed)};
   }
   bool same_identity(NodeId node, const Key128& key, VersionId version, std::uint32_t space) const;
   void finish_evict_node(NodeId node);
+  void prefetch_eviction(NodeId parent) const;
+  std::uint64_t evict_upwards(NodeId node, std::uint32_t gen, std::uint64_t at_most);
   void drop_point_block(NodeId node, std::uint32_t set, std::uint32_t space);
-  // Takes one pin or child count off `node`, and does what is due then, up the chain. 0 does nothing.
-  void release_history(NodeId node, Released (ObjectControl::*release)());
+  // Takes one pin or child count off `node`, and reaps what is broken, up the chain. Returns the sealed leaf that nobody uses any
+  // more, if that is what it came to. 0 does nothing.
+  Unused release_history(NodeId node, Released (ObjectControl::*release)());
+  void enqueue_unused(const Unused& unused) {
+    if (unused.node != 0) enqueue_history(unused.node);
+  }
   void refresh_flags(NodeId node);
   void enqueue_history(NodeId node);
   void enqueue_point(NodeId node, std::uint32_t set);
@@ -174,6 +197,8 @@ class ObjectStore {
   void remember_broken(const Key128& key, const BrokenRecord& record);
   void forget_broken(const Key128& key);
   std::vector<NodeId> live_by_depth() const;
+  std::vector<std::pair<std::uint32_t, NodeId>> nodes_below(std::span<const NodeId> roots) const;
+  bool closed_downwards(std::span<const NodeId> roots) const;
 
   const CacheLayout& layout_;
   Arena& arena_;
@@ -184,7 +209,6 @@ class ObjectStore {
   std::array<EvictionQueue, kMaxPointSets> point_queues_;
   std::array<std::atomic<std::uint64_t>, kMaxPointSets> inflation_{};  // score of the last evicted point, per set
   std::atomic<std::uint64_t> tick_{0};
-  std::atomic<std::uint64_t> live_nodes_{0};
   std::array<std::atomic<std::uint32_t>, VersionTable::kMaxVersions> live_by_version_{};
   Counters counters_;
 
@@ -196,47 +220,51 @@ class ObjectStore {
 };
 
 template <class Each>
-std::uint32_t ObjectStore::gather(std::span<const Key128> keys, const std::int32_t* tokens, VersionId version,
-                                  std::uint32_t space, bool compare_all, Each&& each) const {
-  // Three stages, each a fixed distance ahead of the next, so that buckets, records and tokens are in cache when they are read.
+std::uint32_t ObjectStore::gather(NodeId pinned, std::span<const Key128> keys, const std::int32_t* tokens, bool compare_all,
+                                  Each&& each) const {
+  // From the pinned node up, by parent links: those name exactly what the pin keeps. Beside a quarantine the index may already name
+  // an equal node, published anew, that no pin of ours keeps; so the index gives only flags, and addresses early: three stages, each a
+  // fixed distance ahead of the next, so that buckets, records and tokens are in cache when they are read.
   constexpr std::size_t kAhead = 8;
   const std::size_t n = keys.size();
   const std::size_t block_size = layout_.block_size();
-  std::array<PrefixIndex::Entry, 2 * kAhead> window;
-  NodeId above = 0;
+  thread_local std::vector<PrefixIndex::Entry> chain;
+  chain.resize(n);
   auto resolve = [&](std::size_t i) {
     PrefixIndex::Entry entry;
     index_.visit(keys[i], [&](const PrefixIndex::Entry& e) {
       entry = e;  // the tag decides for the prefetch; identity is compared below
       return true;
     });
-    window[i % window.size()] = entry;
+    chain[i] = entry;
     store_.prefetch(entry.node);
   };
-  for (std::size_t i = 0; i < n && i < 2 * kAhead; ++i) index_.prefetch(keys[i]);
-  for (std::size_t i = 0; i < n && i < kAhead; ++i) resolve(i);
-  for (std::size_t i = 0; i < n; ++i) {
-    if (i + 2 * kAhead < n) index_.prefetch(keys[i + 2 * kAhead]);
-    if (i + kAhead < n) resolve(i + kAhead);
-    PrefixIndex::Entry entry = window[i % window.size()];
-    if (entry.node == 0 || !same_identity(entry.node, keys[i], version, space)) [[unlikely]] {
-      const Found found = lookup(keys[i], version, space);
-      if (found.node == 0) return static_cast<std::uint32_t>(i + 1);  // a quarantine is taking the chain away
-      entry = {found.node, found.flags};
+  for (std::size_t i = n; i-- > 0 && i + 2 * kAhead >= n;) index_.prefetch(keys[i]);
+  for (std::size_t i = n; i-- > 0 && i + kAhead >= n;) resolve(i);
+  std::size_t differs = 0;
+  NodeId ours = pinned;
+  for (std::size_t i = n; i-- > 0;) {
+    if (i >= 2 * kAhead) index_.prefetch(keys[i - 2 * kAhead]);
+    if (i >= kAhead) resolve(i - kAhead);
+    if (chain[i].node != ours) [[unlikely]] {
+      PrefixIndex::Entry entry;
+      index_.visit(keys[i], [&](const PrefixIndex::Entry& e) {
+        if (e.node == ours) entry = e;
+        return e.node == ours;
+      });
+      if (entry.node == 0) differs = i + 1;  // a quarantine is taking the chain away
+      chain[i] = entry;
     }
-    // Only a chain of parents is covered by the pin: beside a quarantine an equal node, published anew, may stand in for ours.
-    if (store_.header(entry.node).parent.load(std::memory_order_relaxed) != above) [[unlikely]]
-      return static_cast<std::uint32_t>(i + 1);
-    above = entry.node;
     if (compare_all || i + 1 == n) {
-      const std::span<const std::int32_t> stored = store_.tokens(entry.node);
-      if (__builtin_memcmp(stored.data(), tokens + i * block_size, block_size * sizeof(std::int32_t)) != 0) [[unlikely]] {
-        return static_cast<std::uint32_t>(i + 1);
-      }
+      const std::span<const std::int32_t> stored = store_.tokens(ours);
+      if (__builtin_memcmp(stored.data(), tokens + i * block_size, block_size * sizeof(std::int32_t)) != 0) [[unlikely]]
+        differs = i + 1;
     }
-    each(static_cast<std::uint32_t>(i + 1), entry.node, entry.flags);
+    ours = store_.header(ours).parent.load(std::memory_order_relaxed);
   }
-  return 0;
+  const std::size_t same = differs == 0 ? n : differs - 1;
+  for (std::size_t i = 0; i < same; ++i) each(static_cast<std::uint32_t>(i + 1), chain[i].node, chain[i].flags);
+  return static_cast<std::uint32_t>(differs);
 }
 
 }  // namespace hetkv

@@ -36,6 +36,8 @@ struct ObjectWord {
   static constexpr std::uint64_t mask(unsigned bits) { return (std::uint64_t{1} << bits) - 1; }
   static constexpr std::uint32_t kMaxPins = (std::uint32_t{1} << kPinBits) - 1;
   static constexpr std::uint32_t kMaxKids = (std::uint32_t{1} << kKidBits) - 1;
+  // Flags that an eviction leaves in the word of what was there, until the next fill.
+  static constexpr std::uint32_t kLastingFlags = 0b11110;
   static constexpr std::uint32_t kMaxGen = (std::uint32_t{1} << kGenBits) - 1;
 
   std::uint64_t bits = 0;

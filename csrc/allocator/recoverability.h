@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "allocator/hit_report.h"
 #include "allocator/layout.h"
@@ -13,6 +14,10 @@ namespace hetkv {
 
 class EndpointScan {
  public:
+  struct NeverBroken {
+    std::optional<LossReason> operator()(std::uint32_t, std::uint32_t) const { return std::nullopt; }
+  };
+
   explicit EndpointScan(const CacheLayout& layout) : layout_(layout) {}
 
   // Largest depth <= from whose R(depth * block_size) is covered in the first `groups` point groups; 0 always is.
@@ -29,9 +34,10 @@ class EndpointScan {
   }
 
   // Runs all point checks and the last-token rule from history depth `d`; adds the losses and sets num_recoverable_tokens.
-  // ever_at(depth): the point sets that were published at that node once.
-  template <class FlagsAt, class EverAt>
-  std::uint32_t run(std::uint32_t d, HitReport& report, FlagsAt&& flags_at, EverAt&& ever_at) const {
+  // ever_at(depth): the point sets that were published at that node once. broken_at(depth, set): why that object of it was
+  // quarantined, if it was.
+  template <class FlagsAt, class EverAt, class BrokenAt = NeverBroken>
+  std::uint32_t run(std::uint32_t d, HitReport& report, FlagsAt&& flags_at, EverAt&& ever_at, BrokenAt&& broken_at = {}) const {
     const std::int64_t b = layout_.block_size();
     std::uint32_t e = d;
     const auto points = layout_.point_groups();
@@ -42,7 +48,7 @@ class EndpointScan {
 #else
       const std::uint32_t below = largest(e, k + 1, flags_at);
 #endif
-      if (below < e) report.lose(reason(points[k], k, e, below, flags_at, ever_at), points[k], (e - below) * b);
+      if (below < e) report.lose(reason(points[k], k, e, below, flags_at, ever_at, broken_at), points[k], (e - below) * b);
       e = below;
     }
     const auto last = static_cast<std::uint32_t>(report.num_prompt_tokens > 0 ? (report.num_prompt_tokens - 1) / b : 0);
@@ -74,14 +80,15 @@ class EndpointScan {
     return e;
   }
 
-  template <class FlagsAt, class EverAt>
-  LossReason reason(GroupId id, std::uint32_t k, std::uint32_t e, std::uint32_t below, FlagsAt&& flags_at,
-                    EverAt&& ever_at) const {
+  template <class FlagsAt, class EverAt, class BrokenAt>
+  LossReason reason(GroupId id, std::uint32_t k, std::uint32_t e, std::uint32_t below, FlagsAt&& flags_at, EverAt&& ever_at,
+                    BrokenAt&& broken_at) const {
     const Group& group = layout_.group(id);
     std::uint32_t missing = e;
     if (group.spec.retention == Retention::kWindow) {
       while (missing > 1 && (flags_at(missing) >> k & 1) != 0) --missing;
     }
+    if (const std::optional<LossReason> broken = broken_at(missing, k)) return *broken;
     const bool was_there = (ever_at(missing) >> k & 1) != 0;
     switch (group.spec.retention) {
       case Retention::kWindow:

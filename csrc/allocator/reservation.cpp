@@ -169,7 +169,7 @@ ReserveOutcome VectorReservation::reserve(const BlockCounts& need, const BlockCo
     if (const ReserveOutcome never = rules_.possible(need); never.status == ReserveOutcome::Status::kImpossible) return never;
     const std::uint64_t head = view.head;
     if (plan.verdict == SlabPlan::Verdict::kStealFirst && steal(view, plan)) continue;
-    if (head_.load(std::memory_order_acquire) == head) return {ReserveOutcome::Status::kShort, plan.pool, 0, 0};
+    if (head_.load(std::memory_order_acquire) == head) return rules_.refuse(plan, need);
   }
 }
 

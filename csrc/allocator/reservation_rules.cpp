@@ -23,8 +23,7 @@ SlabPlan ReservationRules::check(const ReservationNumbers& now, const BlockCount
                                  const BlockCounts& headroom) const noexcept {
   SlabPlan plan;
   std::array<std::uint64_t, kNumKinds> bytes{}, slabs{};  // per kind, with need and headroom
-  std::uint64_t extra_all = 0;
-  bool lacking = false;
+  std::uint64_t extra_all = 0, extra_first = 0;
   for (std::size_t p = 0; p < num_pools_; ++p) {
     const PoolGeometry& pool = pools_[p];
     const std::uint64_t after = now.used[p] + need[p];
@@ -38,9 +37,9 @@ SlabPlan ReservationRules::check(const ReservationNumbers& now, const BlockCount
       plan.grant[p] = static_cast<std::uint32_t>(bare);
       plan.grants += bare;
     }
-    if (extra > 0 && !lacking) {
+    if (extra > 0 && extra_first == 0) {
       plan.pool = static_cast<PoolId>(p);
-      lacking = true;
+      extra_first = extra;
     }
     bytes[index(pool.kind)] += wanted * pool.block_bytes;
     slabs[index(pool.kind)] += now.owned[p] + extra;
@@ -55,6 +54,8 @@ SlabPlan ReservationRules::check(const ReservationNumbers& now, const BlockCount
     plan.verdict = SlabPlan::Verdict::kShort;
     for (std::size_t p = num_pools_; p-- > 0;)
       if (index(pools_[p].kind) == k && (need[p] > 0 || headroom[p] > 0)) plan.pool = static_cast<PoolId>(p);
+    const std::uint64_t block = pools_[plan.pool].block_bytes;
+    plan.lacking = (bytes[k] - limits_[k].cap_bytes + block - 1) / block;
     return plan;
   }
   // Granting `extra` slabs one by one, each only to a kind below its floor or from free slabs above all unfilled floors, succeeds
@@ -62,6 +63,10 @@ SlabPlan ReservationRules::check(const ReservationNumbers& now, const BlockCount
   if (extra_all == 0 || extra_all + unfilled <= now.free_slabs) return plan;
   plan.verdict = SlabPlan::Verdict::kStealFirst;
   plan.missing = extra_all + unfilled - now.free_slabs;
+  if (extra_first > 0) {
+    const std::uint64_t slabs_then = now.owned[plan.pool] + extra_first - std::min(extra_first, plan.missing);
+    plan.lacking = now.used[plan.pool] + need[plan.pool] + headroom[plan.pool] - slabs_then * pools_[plan.pool].blocks_per_slab;
+  }
   for (std::size_t p = 0; p < num_pools_; ++p) {
 #ifdef HETKV_PLANT_NO_CREDIT_CHECK
     plan.surplus[p] = now.owned[p];
@@ -71,6 +76,18 @@ SlabPlan ReservationRules::check(const ReservationNumbers& now, const BlockCount
 #endif
   }
   return plan;
+}
+
+ReserveOutcome ReservationRules::refuse(const SlabPlan& plan, const BlockCounts& need) const noexcept {
+  ReserveOutcome outcome{ReserveOutcome::Status::kShort, plan.pool, 0, 0, plan.lacking, 0};
+  if (plan.verdict == SlabPlan::Verdict::kShort) {
+    const ObjectKind kind = pools_[plan.pool].kind;
+    outcome.need = kind_bytes(need, kind);
+    outcome.cap = limits(kind).cap_bytes;
+  } else {
+    outcome.missing = plan.missing;
+  }
+  return outcome;
 }
 
 ReserveOutcome ReservationRules::possible(const BlockCounts& need) const noexcept {
@@ -83,8 +100,7 @@ ReserveOutcome ReservationRules::possible(const BlockCounts& need) const noexcep
   for (std::size_t p = 0; p < num_pools_; ++p) slabs[index(pools_[p].kind)] += slabs_for(need[p], pools_[p].blocks_per_slab);
   if (plan.verdict == SlabPlan::Verdict::kShort) {
     const ObjectKind kind = pools_[plan.pool].kind;
-    for (std::size_t p = 0; p < num_pools_; ++p)
-      if (pools_[p].kind == kind) refused.need += std::uint64_t{need[p]} * pools_[p].block_bytes;
+    refused.need = kind_bytes(need, kind);
     refused.cap = limits(kind).cap_bytes;
     return refused;
   }
@@ -116,6 +132,13 @@ std::uint64_t ReservationRules::kind_bytes(const ReservationNumbers& now, Object
   std::uint64_t bytes = 0;
   for (std::size_t p = 0; p < num_pools_; ++p)
     if (pools_[p].kind == kind) bytes += now.used[p] * pools_[p].block_bytes;
+  return bytes;
+}
+
+std::uint64_t ReservationRules::kind_bytes(const BlockCounts& blocks, ObjectKind kind) const noexcept {
+  std::uint64_t bytes = 0;
+  for (std::size_t p = 0; p < num_pools_; ++p)
+    if (pools_[p].kind == kind) bytes += std::uint64_t{blocks[p]} * pools_[p].block_bytes;
   return bytes;
 }
 

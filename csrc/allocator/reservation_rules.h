@@ -25,7 +25,10 @@ struct ReserveOutcome {
   enum class Status : std::uint8_t { kReserved, kShort, kImpossible };
   Status status = Status::kReserved;
   PoolId pool = 0;  // kShort: the first pool that lacks blocks; kImpossible: a pool of the kind that can never fit
-  std::uint64_t need = 0, cap = 0;  // kImpossible: bytes
+  // Bytes, of the pool's kind. kImpossible: always; kShort: only if the kind's own cap is what is short, else 0.
+  std::uint64_t need = 0, cap = 0;
+  std::uint64_t lacking = 0;  // kShort: blocks of `pool` that would have to go
+  std::uint64_t missing = 0;  // kShort: empty slabs of other pools that would do instead; 0 if a cap is short
 };
 
 struct PoolGeometry {
@@ -49,6 +52,7 @@ struct SlabPlan {
   };
   Verdict verdict = Verdict::kFits;
   PoolId pool = 0;                             // the first pool that lacks blocks
+  std::uint64_t lacking = 0;                   // blocks of `pool` too many, if nobody gives a slab
   std::array<std::uint32_t, kMaxPools> grant;  // slabs for the need alone, not for the headroom
   std::uint64_t grants = 0;                    // their sum
   std::uint64_t missing = 0;
@@ -64,12 +68,15 @@ class ReservationRules {
 
   // The check: caps per kind, and slabs per pool, for need + headroom; what to grant for need.
   SlabPlan check(const ReservationNumbers& now, const BlockCounts& need, const BlockCounts& headroom) const noexcept;
+  // What a plan that does not fit tells the caller of a reservation.
+  ReserveOutcome refuse(const SlabPlan& plan, const BlockCounts& need) const noexcept;
   // The same check against an empty arena; kImpossible carries need and cap in bytes.
   ReserveOutcome possible(const BlockCounts& need) const noexcept;
   // Slabs that the kinds still lack to their floors.
   std::uint64_t unfilled_floors(const ReservationNumbers& now) const noexcept;
   std::uint64_t kind_bytes(const ReservationNumbers& now, ObjectKind kind) const noexcept;
   std::uint64_t kind_slabs(const ReservationNumbers& now, ObjectKind kind) const noexcept;
+  std::uint64_t kind_bytes(const BlockCounts& blocks, ObjectKind kind) const noexcept;
 
   std::size_t num_pools() const noexcept { return num_pools_; }
   const PoolGeometry& pool(PoolId p) const noexcept { return pools_[p]; }

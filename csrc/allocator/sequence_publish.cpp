@@ -147,10 +147,10 @@ bool Sequence::publish_history(std::uint32_t depth, PublishOutcome* outcome) {
   const CacheLayout& layout = allocator_.layout();
   ObjectStore& store = allocator_.store();
   std::array<std::uint32_t, kMaxGroups> refs;
-  std::array<std::size_t, kMaxGroups> index{};
-  refs.fill(kNoBlock);
+  std::array<std::size_t, kMaxGroups> index;
   const auto history = layout.history_groups();
   for (std::size_t slot = 0; slot < history.size(); ++slot) {
+    refs[slot] = kNoBlock;
     if (!layout.history_block_at(history[slot], depth)) continue;
     index[slot] = table_blocks(layout.group(history[slot]), std::int64_t{depth} * block_size_) - 1;
     refs[slot] = static_cast<std::uint32_t>(groups_[history[slot]].offsets[index[slot]]);

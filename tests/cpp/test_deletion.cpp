@@ -84,7 +84,7 @@ class Deletion : public ::testing::TestWithParam<Row> {
   }
   // The report must say what the model says: hash hit, hit, and one loss per check.
   static void check(Setup& setup, const Model& model, const std::vector<Loss>& identity, bool evicted_points,
-                    const std::string& what) {
+                    const std::string& what, std::optional<LossReason> quarantined = {}) {
     const CacheLayout& layout = model.layout;
     std::vector<Loss> expected{{LossReason::kGranularity, -1, 1}};
     expected.insert(expected.end(), identity.begin(), identity.end());
@@ -95,6 +95,7 @@ class Deletion : public ::testing::TestWithParam<Row> {
       LossReason reason = LossReason::kWindowEvicted;
       if (layout.group(id).spec.retention == Retention::kTail) reason = LossReason::kTailEvicted;
       if (layout.group(id).spec.retention == Retention::kSnapshot) reason = LossReason::kSnapshotEvicted;
+      if (quarantined) reason = *quarantined;
       EXPECT_TRUE(below == e || evicted_points) << what;
       if (below < e) expected.push_back({reason, id, (e - below) * 16});
       e = below;
@@ -139,7 +140,7 @@ TEST_P(Deletion, EveryPointObjectInTurn) {
       }
       Model left = whole;
       left.points.erase({id, e});
-      check(setup, left, {}, true, what);
+      check(setup, left, {}, true, what, evict ? std::nullopt : std::optional(LossReason::kChecksum));
       heals(setup, what);
     }
   }
