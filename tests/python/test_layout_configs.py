@@ -17,8 +17,10 @@ import hetkv
 from hetkv.layout import layout_from_config, supported_model_types
 
 transformers = pytest.importorskip("transformers")
+from tiny_models import CONFIGS, KIMI_LAYERS  # noqa: E402  (needs transformers)
 
 TOKENS = 37
+VOCABULARY = 64
 V4_TYPES = [
     "sliding_attention",
     "compressed_sparse_attention",
@@ -27,153 +29,20 @@ V4_TYPES = [
 ]
 
 
-def deepseek_v4(**changes: Any) -> Any:
-    settings: dict[str, Any] = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "moe_intermediate_size": 16,
-        "num_hidden_layers": 4,
-        "layer_types": list(V4_TYPES),
-        "num_attention_heads": 2,
-        "head_dim": 16,
-        "q_lora_rank": 16,
-        "partial_rotary_factor": 0.25,
-        "o_groups": 2,
-        "o_lora_rank": 8,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "hc_mult": 2,
-        "hc_sinkhorn_iters": 2,
+# Windows and ratios that 37 tokens cross, and sizes that all differ, so that none can stand for another.
+_SMALL: dict[str, dict[str, Any]] = {
+    "deepseek_v4": {
         "sliding_window": 8,
-        "index_n_heads": 2,
-        "index_head_dim": 12,
-        "index_topk": 8,
-        "max_position_embeddings": 256,
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
-    }
-    return transformers.DeepseekV4Config(**settings | changes)
-
-
-def deepseek_v32() -> Any:
-    return transformers.DeepseekV32Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        moe_intermediate_size=16,
-        num_hidden_layers=3,
-        first_k_dense_replace=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        kv_lora_rank=20,
-        q_lora_rank=16,
-        qk_rope_head_dim=4,
-        v_head_dim=8,
-        qk_nope_head_dim=8,
-        n_routed_experts=4,
-        n_group=1,
-        topk_group=1,
-        num_experts_per_tok=2,
-        index_topk=8,
-        index_head_dim=12,
-        index_n_heads=2,
-        max_position_embeddings=256,
-    )
-
-
-def gpt_oss(**changes: Any) -> Any:
-    return transformers.GptOssConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=16,
-        num_hidden_layers=3,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        head_dim=12,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        sliding_window=8,
-        max_position_embeddings=256,
-        **changes,
-    )
-
-
-def gemma3_text() -> Any:
-    return transformers.Gemma3TextConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=4,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=12,
-        sliding_window=8,
-        max_position_embeddings=256,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-
-
-def qwen3_next() -> Any:
-    return transformers.Qwen3NextConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=12,
-        linear_conv_kernel_dim=3,
-        linear_key_head_dim=6,
-        linear_value_head_dim=10,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=256,
-    )
-
-
-def kimi_linear() -> Any:
-    return transformers.KimiLinearConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        moe_intermediate_size=16,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        kv_lora_rank=20,
-        qk_rope_head_dim=4,
-        v_head_dim=8,
-        qk_nope_head_dim=8,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=256,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        linear_attn_config={
-            "full_attn_layers": [3],
-            "kda_layers": [1, 2, 4],
-            "head_dim": 6,
-            "num_heads": 5,
-            "short_conv_kernel_size": 3,
-        },
-    )
-
-
-CONFIGS: dict[str, Callable[[], Any]] = {
-    "deepseek_v32": deepseek_v32,
-    "deepseek_v4": deepseek_v4,
-    "gemma3_text": gemma3_text,
-    "gpt_oss": gpt_oss,
-    "kimi_linear": kimi_linear,
-    "qwen3_next": qwen3_next,
+    },
+    "gemma3_text": {"sliding_window": 8},
+    "gpt_oss": {"sliding_window": 8},
+    "qwen3_next": {"linear_conv_kernel_dim": 3, "linear_key_head_dim": 6, "linear_value_head_dim": 10},
 }
+
+
+def tiny(model_type: str, **changes: Any) -> Any:
+    return CONFIGS[model_type](VOCABULARY, **_SMALL.get(model_type, {}) | changes)
 
 
 def build_model(config: Any, dtype: torch.dtype) -> nn.Module:
@@ -260,7 +129,7 @@ STATES: dict[str, Callable[[Any, Any], State]] = {"deepseek_v32": v32_state, "de
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("model_type", sorted(CONFIGS))
 def test_groups_hold_what_the_cache_holds(model_type: str, dtype: torch.dtype) -> None:
-    config = CONFIGS[model_type]()
+    config = tiny(model_type)
     model = build_model(config, dtype)
     cache = transformers.DynamicCache(config=config)
     tokens = torch.randint(0, config.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(1))
@@ -289,7 +158,7 @@ def test_every_family_is_tested() -> None:
 
 
 def test_groups_of_deepseek_v4() -> None:
-    layout = layout_from_config(deepseek_v4(sliding_window=128, compress_rates=None), block_size=64)
+    layout = layout_from_config(tiny("deepseek_v4", sliding_window=128, compress_rates=None), block_size=64)
     assert [group.name for group in layout.groups] == [
         "csa_kv",
         "csa_index",
@@ -311,11 +180,11 @@ def test_groups_of_deepseek_v4() -> None:
 
 
 def test_groups_without_layers_are_left_out() -> None:
-    sliding = layout_from_config(deepseek_v4(layer_types=["sliding_attention"] * 4))
+    sliding = layout_from_config(tiny("deepseek_v4", layer_types=["sliding_attention"] * 4))
     assert [group.name for group in sliding.groups] == ["swa"]
-    hca = layout_from_config(deepseek_v4(layer_types=["heavily_compressed_attention"] * 4))
+    hca = layout_from_config(tiny("deepseek_v4", layer_types=["heavily_compressed_attention"] * 4))
     assert [group.name for group in hca.groups] == ["hca_kv", "swa", "hca_tail"]
-    config = gemma3_text()
+    config = tiny("gemma3_text")
     config.layer_types = ["full_attention"] * 4
     assert [group.name for group in layout_from_config(config).groups] == ["full"]
 
@@ -325,7 +194,7 @@ def test_groups_without_layers_are_left_out() -> None:
 
 @pytest.mark.parametrize("model_type", sorted(CONFIGS))
 def test_a_saved_config_gives_the_same_layout(model_type: str) -> None:
-    config = CONFIGS[model_type]()
+    config = tiny(model_type)
     from_object = layout_from_config(config, block_size=16)
     assert layout_from_config(config.to_dict(), block_size=16).fingerprint == from_object.fingerprint
 
@@ -340,7 +209,7 @@ def test_deepseek_v4_layer_map_from_compress_ratios() -> None:
         "sliding_window": 128,
     }
     layout = layout_from_config(checkpoint, dtype="bfloat16")
-    config = deepseek_v4(head_dim=512, index_head_dim=128, sliding_window=128, compress_rates=None)
+    config = tiny("deepseek_v4", head_dim=512, index_head_dim=128, sliding_window=128, compress_rates=None)
     assert layout.fingerprint == layout_from_config(config, dtype="bfloat16").fingerprint
     folded = transformers.DeepseekV4Config(**checkpoint)
     assert layout.fingerprint == layout_from_config(folded, dtype="bfloat16").fingerprint
@@ -350,7 +219,7 @@ def test_deepseek_v4_layer_map_from_compress_ratios() -> None:
 
 
 def test_gemma3_multimodal_config_is_read_at_its_text_config() -> None:
-    text = gemma3_text()
+    text = tiny("gemma3_text")
     inner = text.to_dict()
     expected = layout_from_config(text).fingerprint
     assert layout_from_config({"model_type": "gemma3", "text_config": inner}).fingerprint == expected
@@ -360,23 +229,21 @@ def test_gemma3_multimodal_config_is_read_at_its_text_config() -> None:
 
 
 def test_older_layer_patterns() -> None:
-    gemma = gemma3_text().to_dict() | {"num_hidden_layers": 7, "sliding_window_pattern": 3}
+    gemma = tiny("gemma3_text").to_dict() | {"num_hidden_layers": 7, "sliding_window_pattern": 3}
     del gemma["layer_types"]
     assert layout_from_config(gemma).group("full").layers == (2, 5)
-    qwen = qwen3_next().to_dict() | {"num_hidden_layers": 6, "full_attention_interval": 3}
+    qwen = tiny("qwen3_next").to_dict() | {"num_hidden_layers": 6, "full_attention_interval": 3}
     del qwen["layer_types"]
     assert layout_from_config(qwen).group("full").layers == (2, 5)
-    kimi = kimi_linear().to_dict()
+    kimi = tiny("kimi_linear").to_dict()
     del kimi["layer_types"]
     assert layout_from_config(kimi).group("latent").layers == (2,)
 
 
 def v4_dict(**changes: Any) -> dict[str, Any]:
-    settings = deepseek_v4().to_dict() | changes
+    settings = tiny("deepseek_v4").to_dict() | changes
     return {name: value for name, value in settings.items() if value is not ...}
 
-
-LISTS = {"full_attn_layers": [3], "kda_layers": [1, 2, 4], "head_dim": 6, "num_heads": 5, "short_conv_kernel_size": 3}
 
 REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "unknown model": (lambda: {"model_type": "llama"}, "config.model_type"),
@@ -400,19 +267,22 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "no window": (lambda: v4_dict(sliding_window=None), "config.sliding_window"),
     "overrides of a layer": (lambda: v4_dict(per_layer_config={"0": {"head_dim": 8}}), "config.per_layer_config"),
     "bidirectional": (
-        lambda: gemma3_text().to_dict() | {"use_bidirectional_attention": True},
+        lambda: tiny("gemma3_text").to_dict() | {"use_bidirectional_attention": True},
         "config.use_bidirectional_attention",
     ),
     "layer in both lists": (
-        lambda: kimi_linear().to_dict() | {"layer_types": None, "linear_attn_config": LISTS | {"kda_layers": [1, 2, 3, 4]}},
+        lambda: (
+            tiny("kimi_linear").to_dict()
+            | {"layer_types": None, "linear_attn_config": KIMI_LAYERS | {"kda_layers": [1, 2, 3, 4]}}
+        ),
         "config.linear_attn_config",
     ),
     "layer in no list": (
-        lambda: kimi_linear().to_dict() | {"layer_types": None, "linear_attn_config": LISTS | {"kda_layers": [1, 2]}},
+        lambda: tiny("kimi_linear").to_dict() | {"layer_types": None, "linear_attn_config": KIMI_LAYERS | {"kda_layers": [1, 2]}},
         "config.linear_attn_config",
     ),
     "nested size wrong": (
-        lambda: kimi_linear().to_dict() | {"linear_attn_config": LISTS | {"num_heads": -1}},
+        lambda: tiny("kimi_linear").to_dict() | {"linear_attn_config": KIMI_LAYERS | {"num_heads": -1}},
         "config.linear_attn_config['num_heads']",
     ),
 }
@@ -429,18 +299,18 @@ def test_refusals_name_the_field(case: str) -> None:
 
 
 def test_an_object_with_overrides_is_refused() -> None:
-    config = gpt_oss(per_layer_config={0: {"sliding_window": 4}})
+    config = tiny("gpt_oss", per_layer_config={0: {"sliding_window": 4}})
     assert config.is_heterogeneous
     with pytest.raises(hetkv.LayoutError, match="per_layer_config"):
         layout_from_config(config, block_size=16)
 
 
 def test_ratios_must_fit_the_block_size() -> None:
-    config = deepseek_v4(compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 24})
+    config = tiny("deepseek_v4", compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 24})
     with pytest.raises(hetkv.LayoutError, match=r"hca_kv.*24"):
         layout_from_config(config, block_size=16)
 
 
 def test_unknown_dtype() -> None:
     with pytest.raises(hetkv.ArgumentError, match="float33"):
-        layout_from_config(gpt_oss(), dtype="float33")
+        layout_from_config(tiny("gpt_oss"), dtype="float33")

@@ -22,89 +22,90 @@ MODEL_NAMES = ("deepseek_v4", "gpt_oss", "gemma3")
 _TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
-def _deepseek_v4(vocabulary: int) -> nn.Module:
-    config = transformers.DeepseekV4Config(
-        vocab_size=vocabulary,
-        hidden_size=64,
-        moe_intermediate_size=32,
-        num_hidden_layers=4,
-        layer_types=[
+def _deepseek_v4(vocabulary: int) -> dict[str, Any]:
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": 64,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 4,
+        "layer_types": [
             "sliding_attention",
             "compressed_sparse_attention",
             "heavily_compressed_attention",
             "compressed_sparse_attention",
         ],
-        mlp_layer_types=["hash_moe", "hash_moe", "hash_moe", "moe"],
-        num_attention_heads=4,
-        head_dim=32,
-        q_lora_rank=32,
-        partial_rotary_factor=0.25,
-        o_groups=2,
-        o_lora_rank=32,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        hc_mult=2,
-        hc_sinkhorn_iters=2,
-        sliding_window=WINDOW,
-        index_n_heads=4,
-        index_head_dim=16,
-        index_topk=64,
-        max_position_embeddings=8192,
+        "mlp_layer_types": ["hash_moe", "hash_moe", "hash_moe", "moe"],
+        "num_attention_heads": 4,
+        "head_dim": 32,
+        "q_lora_rank": 32,
+        "partial_rotary_factor": 0.25,
+        "o_groups": 2,
+        "o_lora_rank": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "hc_mult": 2,
+        "hc_sinkhorn_iters": 2,
+        "sliding_window": WINDOW,
+        "index_n_heads": 4,
+        "index_head_dim": 16,
+        "index_topk": 64,
+        "max_position_embeddings": 8192,
         **_TOKENS,
-    )
-    model: nn.Module = transformers.DeepseekV4ForCausalLM(config)
-    return model
+    }
 
 
-def _gpt_oss(vocabulary: int) -> nn.Module:
-    config = transformers.GptOssConfig(
-        vocab_size=vocabulary,
-        hidden_size=64,
-        intermediate_size=32,
-        num_hidden_layers=4,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        head_dim=16,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        sliding_window=WINDOW,
-        max_position_embeddings=8192,
+def _gpt_oss(vocabulary: int) -> dict[str, Any]:
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_hidden_layers": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "sliding_window": WINDOW,
+        "max_position_embeddings": 8192,
         **_TOKENS,
-    )
-    model: nn.Module = transformers.GptOssForCausalLM(config)
-    return model
+    }
 
 
-def _gemma3(vocabulary: int) -> nn.Module:
-    config = transformers.Gemma3TextConfig(
-        vocab_size=vocabulary,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        query_pre_attn_scalar=16,
-        sliding_window=WINDOW,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
+def _gemma3(vocabulary: int) -> dict[str, Any]:
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": WINDOW,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
         **_TOKENS,
-    )
-    model: nn.Module = transformers.Gemma3ForCausalLM(config)
-    return model
+    }
 
 
-_BUILDERS: dict[str, Callable[[int], nn.Module]] = {
-    "deepseek_v4": _deepseek_v4,
-    "gpt_oss": _gpt_oss,
-    "gemma3": _gemma3,
+# Of each family: what is set, the class of its configuration, and of its model.
+_FAMILIES: dict[str, tuple[Callable[[int], dict[str, Any]], str, str]] = {
+    "deepseek_v4": (_deepseek_v4, "DeepseekV4Config", "DeepseekV4ForCausalLM"),
+    "gpt_oss": (_gpt_oss, "GptOssConfig", "GptOssForCausalLM"),
+    "gemma3": (_gemma3, "Gemma3TextConfig", "Gemma3ForCausalLM"),
 }
+
+
+def tiny_config(name: str, vocabulary: int, **changes: Any) -> Any:
+    """The text configuration of the named tiny model; `changes` replace single settings."""
+    settings, config, _ = _FAMILIES[name]
+    return getattr(transformers, config)(**settings(vocabulary) | changes)
 
 
 def build_model(name: str, vocabulary: int, seed: int) -> nn.Module:
     """The named tiny model in evaluation mode, float32, eager attention, weights drawn from `seed`."""
-    model = _BUILDERS[name](vocabulary)
+    model: nn.Module = getattr(transformers, _FAMILIES[name][2])(tiny_config(name, vocabulary))
     draw_weights(model, seed)
     model.set_attn_implementation("eager")  # type: ignore[operator]
     return model.eval()
