@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <optional>
+#include <ostream>
 #include <random>
 #include <set>
 #include <vector>
@@ -55,6 +56,8 @@ struct Model {
   }
   std::int64_t hit() const { return largest(history, layout.point_groups().size()); }
 };
+
+void PrintTo(const Row& row, std::ostream* out) { *out << row.name; }
 
 class Deletion : public ::testing::TestWithParam<Row> {
  protected:

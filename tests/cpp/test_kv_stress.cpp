@@ -7,6 +7,7 @@
 #include <array>
 #include <chrono>
 #include <cstdlib>
+#include <ostream>
 #include <random>
 #include <string>
 #include <thread>
@@ -34,6 +35,8 @@ struct Row {
   const char* name;
   CacheLayout (*layout)();
 };
+
+void PrintTo(const Row& row, std::ostream* out) { *out << row.name; }
 
 class KvStress : public ::testing::TestWithParam<Row> {};
 

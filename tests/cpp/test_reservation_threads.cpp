@@ -6,6 +6,7 @@
 #include <cctype>
 #include <functional>
 #include <latch>
+#include <ostream>
 #include <random>
 #include <string>
 #include <thread>
@@ -149,6 +150,8 @@ struct StopCase {
   const char* point;
   enum class Victim { kGrants, kSteals, kTakes, kFrees } victim;
 };
+
+void PrintTo(const StopCase& stop, std::ostream* out) { *out << stop.point; }
 
 class StoppedInside : public ::testing::TestWithParam<StopCase> {};
 
