@@ -271,11 +271,15 @@ TEST(Sequence, PublishRefusesWhatWasNotCleared) {
   AllocatorConfig config;
   config.arena.slab_bytes = 4096;
   ShadowEngine engine(window_layout(), 96 << 10, config);
-  for (std::uint64_t i = 0; i < 30; ++i) engine.turn(text(100 + i, i % 2 == 0 ? 400 : 40));
+  for (std::uint64_t i = 0; i < 30; ++i) engine.turn(text(100 + i, 400));  // nearly every slab is the history's
+  engine.allocator().evict(ObjectKind::kSwaWindow, 1000);
+  engine.allocator().evict(ObjectKind::kFullKv, 1000);
   bool seen = false;
   for (std::uint64_t i = 0; i < 40 && !seen; ++i) {
-    const auto a = text(200 + i, i % 2 == 0 ? 500 : 60);
-    AdmitResult result = engine.admit(a);
+    const auto a = text(200 + i, 1200);
+    AdmitOptions options;
+    options.chunk_tokens = 1200;  // one step that needs as many window blocks as history blocks
+    AdmitResult result = engine.admit(a, options);
     ASSERT_TRUE(result.sequence);
     StepStamp stamp;
     ASSERT_FALSE(result.sequence->schedule(static_cast<std::int64_t>(a.size()), &stamp));
