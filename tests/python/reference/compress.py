@@ -1,4 +1,4 @@
-"""The compressor in float64, one sequence at a time, from the whole history of raw rows: what ``hetkv.ops.compress`` must equal."""
+"""The compressor in float64, one sequence at a time, from the whole history of its raw rows."""
 
 import torch
 from torch import Tensor
@@ -49,9 +49,9 @@ def compressed_entries(
     gate: Tensor,
     position_bias: Tensor,
     norm_weight: Tensor,
+    *,
     cos: Tensor,
     sin: Tensor,
-    *,
     ratio: int,
     overlap: bool,
     norm_eps: float = 1e-6,
