@@ -76,7 +76,10 @@ class LockedReservation final : public Reservation {
   }
   bool steal(SlabPlan& plan) noexcept {
     const std::uint32_t found = slabs_.find_empty(plan, [&](std::uint32_t i, SlabMove m) { moves_[i] = m; });
-    if (found < plan.missing) return false;
+    if (found < plan.missing) {
+      plan.found = found;
+      return false;
+    }
     for (std::uint32_t i = 0; i < found; ++i) {
       slabs_.retire(moves_[i]);
       if (!slabs_.retired(moves_[i])) continue;

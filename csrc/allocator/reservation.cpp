@@ -149,6 +149,7 @@ bool VectorReservation::steal(View& view, SlabPlan& plan) noexcept {
     --view.owned[m.pool];
   });
   if (count < plan.missing) {
+    plan.found = count;
     free_slot(slot);
     return false;
   }

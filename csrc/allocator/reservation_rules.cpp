@@ -23,7 +23,7 @@ SlabPlan ReservationRules::check(const ReservationNumbers& now, const BlockCount
                                  const BlockCounts& headroom) const noexcept {
   SlabPlan plan;
   std::array<std::uint64_t, kNumKinds> bytes{}, slabs{};  // per kind, with need and headroom
-  std::uint64_t extra_all = 0, extra_first = 0;
+  std::uint64_t extra_all = 0;
   for (std::size_t p = 0; p < num_pools_; ++p) {
     const PoolGeometry& pool = pools_[p];
     const std::uint64_t after = now.used[p] + need[p];
@@ -37,9 +37,10 @@ SlabPlan ReservationRules::check(const ReservationNumbers& now, const BlockCount
       plan.grant[p] = static_cast<std::uint32_t>(bare);
       plan.grants += bare;
     }
-    if (extra > 0 && extra_first == 0) {
+    if (extra > 0 && plan.extra == 0) {
       plan.pool = static_cast<PoolId>(p);
-      extra_first = extra;
+      plan.extra = extra;
+      plan.over = wanted - now.owned[p] * pool.blocks_per_slab;
     }
     bytes[index(pool.kind)] += wanted * pool.block_bytes;
     slabs[index(pool.kind)] += now.owned[p] + extra;
@@ -55,7 +56,7 @@ SlabPlan ReservationRules::check(const ReservationNumbers& now, const BlockCount
     for (std::size_t p = num_pools_; p-- > 0;)
       if (index(pools_[p].kind) == k && (need[p] > 0 || headroom[p] > 0)) plan.pool = static_cast<PoolId>(p);
     const std::uint64_t block = pools_[plan.pool].block_bytes;
-    plan.lacking = (bytes[k] - limits_[k].cap_bytes + block - 1) / block;
+    plan.over = (bytes[k] - limits_[k].cap_bytes + block - 1) / block;
     return plan;
   }
   // Granting `extra` slabs one by one, each only to a kind below its floor or from free slabs above all unfilled floors, succeeds
@@ -63,10 +64,6 @@ SlabPlan ReservationRules::check(const ReservationNumbers& now, const BlockCount
   if (extra_all == 0 || extra_all + unfilled <= now.free_slabs) return plan;
   plan.verdict = SlabPlan::Verdict::kStealFirst;
   plan.missing = extra_all + unfilled - now.free_slabs;
-  if (extra_first > 0) {
-    const std::uint64_t slabs_then = now.owned[plan.pool] + extra_first - std::min(extra_first, plan.missing);
-    plan.lacking = now.used[plan.pool] + need[plan.pool] + headroom[plan.pool] - slabs_then * pools_[plan.pool].blocks_per_slab;
-  }
   for (std::size_t p = 0; p < num_pools_; ++p) {
 #ifdef HETKV_PLANT_NO_CREDIT_CHECK
     plan.surplus[p] = now.owned[p];
@@ -79,13 +76,15 @@ SlabPlan ReservationRules::check(const ReservationNumbers& now, const BlockCount
 }
 
 ReserveOutcome ReservationRules::refuse(const SlabPlan& plan, const BlockCounts& need) const noexcept {
-  ReserveOutcome outcome{ReserveOutcome::Status::kShort, plan.pool, 0, 0, plan.lacking, 0};
+  ReserveOutcome outcome{ReserveOutcome::Status::kShort, plan.pool, 0, 0, plan.over, 0};
   if (plan.verdict == SlabPlan::Verdict::kShort) {
     const ObjectKind kind = pools_[plan.pool].kind;
     outcome.need = kind_bytes(need, kind);
     outcome.cap = limits(kind).cap_bytes;
   } else {
+    // The slabs that can be had now count; the blocks of the others would have to go.
     outcome.missing = plan.missing;
+    outcome.lacking -= (plan.extra - std::min(plan.extra, plan.missing - plan.found)) * pools_[plan.pool].blocks_per_slab;
   }
   return outcome;
 }

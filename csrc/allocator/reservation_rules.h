@@ -52,7 +52,9 @@ struct SlabPlan {
   };
   Verdict verdict = Verdict::kFits;
   PoolId pool = 0;                             // the first pool that lacks blocks
-  std::uint64_t lacking = 0;                   // blocks of `pool` too many, if nobody gives a slab
+  std::uint64_t over = 0;                      // blocks of `pool` beyond what its slabs or its kind's cap hold
+  std::uint64_t extra = 0;                     // slabs that these need
+  std::uint64_t found = 0;                     // empty slabs that a theft has found: fewer than missing
   std::array<std::uint32_t, kMaxPools> grant;  // slabs for the need alone, not for the headroom
   std::uint64_t grants = 0;                    // their sum
   std::uint64_t missing = 0;
