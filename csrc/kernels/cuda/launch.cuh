@@ -47,7 +47,7 @@ void launch(const char* op, dim3 grid, dim3 block, std::size_t shared_bytes, cud
   const std::size_t sizes[] = {sizeof(arguments)..., 0};
   ::hetkv::simt::run(
       op, grid, block, shared_bytes, places, sizes, sizeof...(arguments),
-      [](const void* call) { (*static_cast<const std::remove_reference_t<decltype(body)>*>(call))(); }, &body);
+      [](const void* call) { (*static_cast<const std::remove_reference_t<decltype(body)>*>(call))(); }, &body, sizeof(body));
 #else
   const auto require = [op](cudaError_t status) {
     if (status != cudaSuccess) throw CudaError(op, static_cast<int>(status), cudaGetErrorString(status));
