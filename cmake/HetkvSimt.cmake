@@ -25,11 +25,12 @@ function(hetkv_simt_kernel)
   endforeach()
 endfunction()
 
-# hetkv_simt_test(test_x [KERNELS x.cu ...]): test_x.cpp with these kernels, as the executable simt_test_x.
+# hetkv_simt_test(test_x KERNELS x.cu ... [LINK hetkv_kernels]): test_x.cpp with these kernels, as the executable simt_test_x. LINK: for
+# tests that compare with the CPU op.
 function(hetkv_simt_test name)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "KERNELS")
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "KERNELS;LINK")
   add_executable(simt_${name} ${name}.cpp)
-  target_link_libraries(simt_${name} PRIVATE hetkv_simt hetkv_kernels GTest::gtest_main)
+  target_link_libraries(simt_${name} PRIVATE hetkv_simt hetkv_base ${arg_LINK} GTest::gtest_main)
   foreach(source IN LISTS arg_KERNELS)
     get_filename_component(kernel "${source}" NAME_WE)
     target_link_libraries(simt_${name} PRIVATE hetkv_simt_${kernel})

@@ -58,7 +58,8 @@ def read_table() -> list[Fault]:
 
 def sources_with(macro: str) -> list[str]:
     """The sources that see the macro, themselves or through what they include; all others are compiled as ever."""
-    files = {p: p.read_text() for f in ("csrc", "tests/cpp") for p in (ROOT / f).rglob("*") if p.suffix in {".h", ".cpp"}}
+    suffixes = {".h", ".cpp", ".cu", ".cuh"}
+    files = {p: p.read_text() for f in ("csrc", "tests/cpp", "tests/simt") for p in (ROOT / f).rglob("*") if p.suffix in suffixes}
     seeing = {path for path, text in files.items() if re.search(rf"\b{macro}\b", text)}
     if not seeing:
         sys.exit(f"planted_faults.toml: {macro}: no source has it")
@@ -68,7 +69,7 @@ def sources_with(macro: str) -> list[str]:
     }
     while more := {path for path in files if path not in seeing and includes[path] & seeing}:
         seeing |= more
-    return sorted(str(p.relative_to(ROOT)) for p in seeing if p.suffix == ".cpp")
+    return sorted(str(p.relative_to(ROOT)) for p in seeing if p.suffix in {".cpp", ".cu"})
 
 
 def call(command: list[str], environment: dict[str, str], timeout: float | None = None) -> tuple[int | None, str]:
@@ -78,6 +79,11 @@ def call(command: list[str], environment: dict[str, str], timeout: float | None 
     except subprocess.TimeoutExpired:
         return None, ""
     return result.returncode, result.stdout + result.stderr
+
+
+def test_program(fault: Fault) -> Path:
+    """Inside the build folder. The executables of tests/simt are called simt_<file>."""
+    return Path("tests", "simt" if fault.test.startswith("simt_") else "cpp", fault.test)
 
 
 def build(fault: Fault, jobs: int, environment: dict[str, str]) -> tuple[Path, str | None]:
@@ -94,7 +100,7 @@ def build(fault: Fault, jobs: int, environment: dict[str, str]) -> tuple[Path, s
         "HETKV_PLANTED_FAULT_SOURCES": ";".join(sources_with(fault.macro)),
         "Python_EXECUTABLE": sys.executable,
     }
-    target = "hetkv_core" if fault.pytest else fault.test
+    target = "hetkv_core" if fault.pytest else test_program(fault).name
     configure = ["cmake", "-S", ".", "-B", str(folder), "-G", "Ninja", *(f"-D{name}={value}" for name, value in settings.items())]
     for command in (configure, ["cmake", "--build", str(folder), "-j", str(jobs), "--target", target]):
         status, log = call(command, environment)
@@ -105,7 +111,7 @@ def build(fault: Fault, jobs: int, environment: dict[str, str]) -> tuple[Path, s
 
 def judge_cpp(fault: Fault, folder: Path, environment: dict[str, str]) -> Outcome:
     environment = {**environment, "TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1"}
-    program = [str(folder / "tests" / "cpp" / fault.test), f"--gtest_filter={fault.filter}", "--gtest_brief=1"]
+    program = [str(folder / test_program(fault)), f"--gtest_filter={fault.filter}", "--gtest_brief=1"]
     status, log = call(program, environment, TIMEOUT)
     if status is None:
         return Outcome(False, f"ran past {TIMEOUT} s")
