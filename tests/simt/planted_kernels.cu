@@ -7,7 +7,7 @@
 namespace hetkv::planted {
 namespace {
 
-const float kTable[4] = {1.0f, 2.0f, 4.0f, 8.0f};
+__constant__ float kTable[4] = {1.0f, 2.0f, 4.0f, 8.0f};
 
 // out[i] = in[i] reversed within the block, through shared memory.
 template <bool kBarrier>

@@ -18,7 +18,7 @@
 //    written, cooperative launches, blocks that talk to each other (two blocks writing one byte is a fault), textures, threadfence
 //    protocols, constructors of static objects in kernels, function pointers to kernels.
 //  - Widen before you multiply: block offsets and slots pass 2^31. Pass addresses as pointer + 64-bit offset.
-//  - Use HETKV_ARCH (not __CUDA_ARCH__) for branches: 800, 890, 900, ...; it is 0 in nvcc's host pass, HETKV_SIMT_ARCH (900) here.
+//  - Use HETKV_ARCH (not __CUDA_ARCH__) for branches: 800, 890, 900, ...; it is 0 in nvcc's host pass, HETKV_SIMT_ARCH (900) in the executor.
 //  - A registers-only array must not be indexed with a run-time value (local memory on the GPU; the resource check fails).
 //
 // HOW TO TEST IT (tests/simt/README.md has more)
@@ -123,7 +123,7 @@ HETKV_DEVICE_INLINE void mma_f16(float (&c)[4], const std::uint32_t (&a)[4], std
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-#if HETKV_ARCH >= 890
+#if HETKV_ARCH >= 890 || HETKV_ARCH == 0
 // m16n8k32 over e4m3: a: (g, 4t..4t + 3) (g + 8, 4t..) (g, 16 + 4t..) (g + 8, 16 + 4t..); b: k = 4t.. and 16 + 4t.., n = g. Native on
 // sm_89 and sm_120; sm_90 and sm_100 emulate it with conversions, so unpack to 16 bits there.
 HETKV_DEVICE_INLINE void mma_e4m3(float (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0, std::uint32_t b1) {
@@ -188,7 +188,7 @@ HETKV_DEVICE_INLINE std::uint32_t mul_bf16x2(std::uint32_t a, std::uint32_t b) {
   return pair;
 }
 
-#if HETKV_ARCH >= 890
+#if HETKV_ARCH >= 890 || HETKV_ARCH == 0
 HETKV_DEVICE_INLINE std::uint16_t pack_e4m3_native(float low, float high) {
   std::uint16_t codes;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
