@@ -55,7 +55,7 @@ struct Fault {
 // Summed over the launches of a device.
 struct Counts {
   std::uint64_t launches = 0, blocks = 0, barriers = 0, matrix_products = 0, copies = 0;
-  std::uint64_t matrix_phases = 0;                                // of 8 lanes, in load_matrix and copy_async
+  std::uint64_t matrix_phases = 0;                                // of 8 lanes, in load_matrix
   std::uint64_t bank_conflicts = 0;                               // phases' extra passes through shared memory
   std::uint64_t global_bytes_read = 0, global_bytes_written = 0;  // as the threads ask for them
 };
