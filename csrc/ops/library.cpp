@@ -10,4 +10,35 @@ STABLE_TORCH_LIBRARY(hetkv, m) {
   m.def(
       "gather_rows(Tensor(a!) out, Tensor arena, Tensor slots, int rows_per_block, int section_offset, int layer_stride, "
       "int layer_begin=0) -> ()");
+  m.def(
+      "write_rows(Tensor(a!) arena, Tensor rows, Tensor slots, *, int rows_per_block, int section_offset, str entry_format, "
+      "int scale_offset=0, Tensor? norm_weight=None, float norm_eps=1e-06, Tensor? cos=None, Tensor? sin=None, "
+      "bool rope_interleaved=True, bool rope_trailing=True) -> ()");
+  m.def(
+      "write_key_value(Tensor(a!) arena, Tensor key, Tensor value, Tensor slots, *, int rows_per_block, int key_offset, "
+      "int value_offset, str entry_format, Tensor? cos=None, Tensor? sin=None, bool rope_interleaved=False, "
+      "bool rope_trailing=True) -> ()");
+  m.def(
+      "compress(Tensor(a!) arena, Tensor kv, Tensor gate, Tensor position_bias, Tensor norm_weight, Tensor cos, Tensor sin, "
+      "Tensor cu_seqlens_q, Tensor seqused_k, Tensor ring_table, Tensor slots, *, int ratio, bool overlap, int ring_rows, "
+      "int ring_kv_offset, int ring_gate_offset, int rows_per_block, int section_offset, str entry_format, int scale_offset=0, "
+      "float norm_eps=1e-06) -> ()");
+  m.def(
+      "paged_attention(Tensor query, Tensor arena, Tensor block_table, Tensor cu_seqlens_q, Tensor seqused_k, *, int "
+      "num_kv_heads, "
+      "int rows_per_block, int key_offset, int value_offset, str entry_format, float scale, int window=0, Tensor? sinks=None, "
+      "float softcap=0.0) -> (Tensor, Tensor)");
+  m.def(
+      "index_scores(Tensor query, Tensor weights, Tensor arena, Tensor block_table, Tensor cu_seqlens_q, Tensor seqused_k, *, "
+      "int ratio, int rows_per_block, int section_offset, str entry_format, int scale_offset=0) -> Tensor");
+  m.def("top_k(Tensor scores, Tensor? counts, int k) -> Tensor");
+  m.def(
+      "select_entries(Tensor query, Tensor weights, Tensor arena, Tensor block_table, Tensor cu_seqlens_q, Tensor seqused_k, *, "
+      "int ratio, int rows_per_block, int section_offset, str entry_format, int k, int scale_offset=0) -> Tensor");
+  m.def(
+      "sparse_attention(Tensor query, Tensor arena, Tensor window_table, Tensor? entry_table, Tensor? selected, "
+      "Tensor cu_seqlens_q, Tensor seqused_k, *, int window, int window_rows_per_block, int window_offset, str window_format, "
+      "float scale, int window_scale_offset=0, int ratio=1, int entry_rows_per_block=1, int entry_offset=0, "
+      "str entry_format='float32', int entry_scale_offset=0, Tensor? sinks=None, Tensor? cos=None, Tensor? sin=None) "
+      "-> (Tensor, Tensor)");
 }

@@ -6,7 +6,25 @@ none has a derivative. Wrong arguments raise ``ValueError`` with the op's and th
 Each module has the functions of one family, with their fake kernels.
 """
 
-from .cpu_level import cpu_level
+from .compress import compress
+from .cpu_level import CPU_LEVELS, cpu_level
+from .index_scores import index_scores, select_entries, top_k
+from .paged_attention import paged_attention
 from .row_copy import gather_rows, scatter_rows
+from .sparse_attention import sparse_attention
+from .write import write_key_value, write_rows
 
-__all__ = ["cpu_level", "gather_rows", "scatter_rows"]
+__all__ = [
+    "CPU_LEVELS",
+    "compress",
+    "cpu_level",
+    "gather_rows",
+    "index_scores",
+    "paged_attention",
+    "scatter_rows",
+    "select_entries",
+    "sparse_attention",
+    "top_k",
+    "write_key_value",
+    "write_rows",
+]

@@ -4,9 +4,10 @@ import torch
 
 from . import _library  # noqa: F401  # the schemas must be there first
 
-__all__ = ["cpu_level"]
+__all__ = ["CPU_LEVELS", "cpu_level"]
 
-_NAMES = ("portable", "avx2", "avx512")
+CPU_LEVELS = ("portable", "avx2", "avx512")
+"""All levels, from the narrowest vectors to the widest."""
 
 
 def cpu_level() -> str:
@@ -15,4 +16,4 @@ def cpu_level() -> str:
     Results of different levels differ in their last bits. ``ValueError`` if the variable names no level, or one that this machine
     lacks.
     """
-    return _NAMES[torch.ops.hetkv.cpu_level()]
+    return CPU_LEVELS[torch.ops.hetkv.cpu_level()]

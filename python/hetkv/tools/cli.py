@@ -24,6 +24,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--capacity", metavar="SIZE", help='arena per model, e.g. "2MiB" (default: too little for the whole load)')
     demo.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and load (default: 0)")
     demo.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to FILE")
+    demo.add_argument("--attach", action="store_true", help="compute on hetkv's blocks instead of copying, and compare the speed")
     return parser
 
 
@@ -47,6 +48,7 @@ def _demo(arguments: argparse.Namespace) -> int:
             capacity=arguments.capacity,
             seed=arguments.seed,
             json_path=arguments.json,
+            attach=arguments.attach,
         )
     )
 

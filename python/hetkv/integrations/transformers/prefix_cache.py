@@ -33,7 +33,7 @@ class PrefixCache:
         self.model = model
         self.cache = cache
         self.adapter: StateAdapter = adapter_for(model)
-        _check_layout(self.adapter, cache)
+        check_layout(self.adapter, cache)
         _check_generation(model)
         self._tie_rule = TieRule(model)
         for family, value in tie_rule_abi(model).items():
@@ -95,7 +95,7 @@ def _check_generation(model: nn.Module) -> None:
         raise UnsupportedModelError(f"generation_config asks for a {implementation!r} cache; only dynamic ones are served")
 
 
-def _check_layout(adapter: StateAdapter, cache: Cache) -> None:
+def check_layout(adapter: StateAdapter, cache: Cache) -> None:
     """The cache must have the adapter's groups: same names, layers, ratios, windows, fields and dtype."""
     groups = {group.name: group for group in cache.layout.groups}
     own = {group.name for group in adapter.groups}

@@ -14,6 +14,7 @@ import transformers
 
 import hetkv
 
+from .attached import run_attached
 from .display import LEGEND, Display
 from .models import MODEL_NAMES
 from .provocations import Provocations
@@ -31,13 +32,14 @@ _THREADS = 1  # the models are tiny: a second thread costs more than it saves, a
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What was asked for. capacity: bytes of each model's arena as text, None for the models' own defaults."""
+    """What was asked for. capacity: of each arena, as text; None: the models' own defaults. attach: compute on blocks."""
 
     models: tuple[str, ...] = MODEL_NAMES
     turns: int = DEFAULT_TURNS
     capacity: str | None = None
     seed: int = 0
     json_path: Path | None = None
+    attach: bool = False
 
 
 def run_demo(options: DemoOptions) -> int:
@@ -49,13 +51,29 @@ def run_demo(options: DemoOptions) -> int:
     display.line(
         f"hetkv {hetkv.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, seed {options.seed}"
     )
+    if options.attach:
+        return _run_attached(tokenizer, options, display)
     display.line(LEGEND, "dim")
     started = time.perf_counter()
     results = [_run_model(name, tokenizer, options, display) for name in options.models]
     _summarise(results, time.perf_counter() - started, display)
-    if options.json_path is not None:
-        options.json_path.write_text(json.dumps(_document(options, results), indent=1) + "\n")
-        display.line(f"Written: {options.json_path}")
+    _write(options, [result.to_json() for result in results], all(result.ok for result in results), display)
+    return 0 if all(result.ok for result in results) else 1
+
+
+def _run_attached(tokenizer: Tokenizer, options: DemoOptions, display: Display) -> int:
+    results = [
+        run_attached(
+            name,
+            tokenizer,
+            turns=options.turns,
+            capacity=options.capacity or _DEFAULT_CAPACITY[name],
+            seed=options.seed,
+            line=display.line,
+        )
+        for name in options.models
+    ]
+    _write(options, [result.to_json() for result in results], all(result.ok for result in results), display)
     return 0 if all(result.ok for result in results) else 1
 
 
@@ -114,13 +132,18 @@ def _summarise(results: list[ModelResult], seconds: float, display: Display) -> 
     display.line(f"{seconds:.0f} s in all")
 
 
-def _document(options: DemoOptions, results: list[ModelResult]) -> dict[str, Any]:
-    return {
+def _write(options: DemoOptions, models: list[dict[str, Any]], ok: bool, display: Display) -> None:
+    if options.json_path is None:
+        return
+    document = {
         "hetkv": hetkv.__version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "turns": options.turns,
         "seed": options.seed,
-        "ok": all(result.ok for result in results),
-        "models": [result.to_json() for result in results],
+        "attach": options.attach,
+        "ok": ok,
+        "models": models,
     }
+    options.json_path.write_text(json.dumps(document, indent=1) + "\n")
+    display.line(f"Written: {options.json_path}")

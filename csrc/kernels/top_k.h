@@ -1,0 +1,45 @@
+// The k best of a row of scores, in a fixed order: score descending, then index ascending. Parameters and entry points.
+//
+// -0 equals +0, and NaN is below -inf. Rows with fewer than k scores end with -1. The result depends on nothing but the scores.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/host_device.h"
+
+namespace hetkv {
+
+struct TopKParams {
+  const float* scores = nullptr;         // [num_rows, width], rows `stride` floats apart
+  const std::int32_t* counts = nullptr;  // [num_rows]: only the first counts[r] scores of row r count; null: all
+  std::int32_t* indices = nullptr;       // [num_rows, k]
+  std::int64_t num_rows = 0;
+  std::int64_t width = 0;
+  std::int64_t stride = 0;
+  std::int32_t k = 0;  // >= 1
+};
+
+// Rises with the order of scores: a larger key is a better score. NaN gives 0.
+HETKV_HOST_DEVICE inline std::uint32_t score_key(float score) {
+  const float plain = score + 0.0f;  // -0 + 0 = +0
+  if (!(plain == plain)) return 0;
+  std::uint32_t bits = 0;
+  __builtin_memcpy(&bits, &plain, sizeof bits);
+  return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
+}
+
+// 64-bit words of scratch for a row of `width` scores.
+std::int64_t top_k_scratch_words(std::int64_t width) noexcept;
+
+// Row by row. scratch: top_k_scratch_words(params.width). Thread-safe over disjoint rows; allocates nothing.
+void top_k_cpu(const TopKParams& params, std::int64_t begin, std::int64_t end, std::uint64_t* scratch) noexcept;
+
+// One row of `count` scores; indices[k].
+void top_k_row_cpu(const float* scores, std::int64_t count, std::int32_t k, std::int32_t* indices,
+                   std::uint64_t* scratch) noexcept;
+
+// Enqueues all rows on `stream`. workspace: top_k_workspace_bytes, on the device. Throws CudaError. Does not block.
+std::int64_t top_k_workspace_bytes(const TopKParams& params);
+void top_k_cuda(const TopKParams& params, void* workspace, void* stream);
+
+}  // namespace hetkv

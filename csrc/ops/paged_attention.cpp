@@ -1,0 +1,167 @@
+#include "ops/paged_attention.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include <torch/csrc/stable/ops.h>
+
+namespace hetkv::ops {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr std::int64_t kFewItems = 8;  // per step: below that, work is cut at splits as well
+
+PagedAttentionParams checked_params(const TensorArgument& query, const TensorArgument& arena, const TensorArgument& table,
+                                    const TensorArgument& cu_seqlens_q, const TensorArgument& seqused_k, std::int64_t kv_heads,
+                                    const SectionArguments& key_section, const SectionArguments& value_section,
+                                    const OptionalTensor& sinks) {
+  check_arena(arena);
+  check_ndim(query, 3);
+  check_same_device(query, arena);
+  PagedAttentionParams params;
+  params.query_format = float_format(query);
+  check_contiguous(query);
+  const std::int64_t heads = query.tensor.size(1), dim = query.tensor.size(2);
+  if (dim < 1 || dim > kMaxAttentionDim) {
+    refuse_argument(query.op, "query.size(2)", std::to_string(dim), "1 to " + std::to_string(kMaxAttentionDim));
+  }
+  if (kv_heads < 1 || heads < 1 || heads % kv_heads != 0 || heads / kv_heads > kMaxAttentionTileRows) {
+    refuse_argument(query.op, "num_kv_heads", std::to_string(kv_heads),
+                    "a divisor of the " + std::to_string(heads) + " heads of query, at most " +
+                        std::to_string(kMaxAttentionTileRows) + " heads a group");
+  }
+  params.table = block_table(table, arena);
+  check_dense(seqused_k, arena, ScalarType::Int, {-1}, "");
+  const std::int64_t batch = seqused_k.tensor.size(0);
+  check_size(table, 0, batch, "the sequences of seqused_k");
+  check_dense(cu_seqlens_q, arena, ScalarType::Int, {batch + 1}, "seqused_k.size(0) + 1");
+  params.keys = paged_rows(arena, key_section, kv_heads, dim);
+  params.values = paged_rows(arena, value_section, kv_heads, dim);
+  if (sinks) {
+    check_dense({query.op, "sinks", *sinks}, arena, ScalarType::Float, {heads}, "the heads of query");
+    params.sinks = data_of<float>(*sinks);
+  }
+  params.query = data_of<std::byte>(query.tensor);
+  params.cu_seqlens_q = data_of<std::int32_t>(cu_seqlens_q.tensor);
+  params.seqused_k = data_of<std::int32_t>(seqused_k.tensor);
+  params.num_tokens = query.tensor.size(0);
+  params.num_sequences = batch;
+  params.heads = static_cast<std::int32_t>(heads);
+  params.kv_heads = static_cast<std::int32_t>(kv_heads);
+  params.dim = static_cast<std::int32_t>(dim);
+  return params;
+}
+
+// The tiles of a step, in order; nothing for padding.
+std::vector<AttentionTile> tiles_of(const PagedAttentionParams& params) {
+  const std::int32_t most = attention_tile_tokens(params.heads / params.kv_heads);
+  std::vector<AttentionTile> tiles;
+  for (std::int64_t b = 0; b < params.num_sequences; ++b) {
+    const std::int64_t begin = params.cu_seqlens_q[b], end = params.cu_seqlens_q[b + 1];
+    const std::int64_t first_position = params.seqused_k[b] - (end - begin);
+    if (params.seqused_k[b] == 0) continue;
+    for (std::int64_t token = begin; token < end; token += most) {
+      const auto count = static_cast<std::int32_t>(std::min<std::int64_t>(most, end - token));
+      tiles.push_back({b, token, first_position + token - begin, count});
+    }
+  }
+  return tiles;
+}
+
+void attend_whole(const PagedAttentionParams& params, const std::vector<AttentionTile>& tiles) {
+  const auto items = static_cast<std::int64_t>(tiles.size()) * params.kv_heads;
+  torch::stable::parallel_for(0, items, 1, [&](std::int64_t begin, std::int64_t end) {
+    std::vector<float> scratch(static_cast<std::size_t>(attention_scratch_floats(params)));
+    for (std::int64_t item = begin; item < end; ++item) {
+      const AttentionTile& tile = tiles[static_cast<std::size_t>(item / params.kv_heads)];
+      attend_tile_cpu(params, tile, static_cast<std::int32_t>(item % params.kv_heads), scratch.data());
+    }
+  });
+}
+
+struct Piece {
+  std::size_t tile;
+  std::int32_t kv_head, split;
+};
+
+void attend_in_splits(const PagedAttentionParams& params, const std::vector<AttentionTile>& tiles) {
+  std::vector<Piece> pieces;
+  std::vector<std::size_t> firsts;  // of each (tile, head), then the end
+  for (std::size_t t = 0; t < tiles.size(); ++t) {
+    const auto first = static_cast<std::int32_t>(first_key(params, tiles[t].position) / kAttentionSplit);
+    const auto last = static_cast<std::int32_t>((tiles[t].position + tiles[t].count - 1) / kAttentionSplit);
+    for (std::int32_t head = 0; head < params.kv_heads; ++head) {
+      firsts.push_back(pieces.size());
+      for (std::int32_t split = first; split <= last; ++split) pieces.push_back({t, head, split});
+    }
+  }
+  firsts.push_back(pieces.size());
+  const auto stride = static_cast<std::size_t>(attention_partial_floats(params));
+  std::vector<float> partials(pieces.size() * stride);
+  torch::stable::parallel_for(0, static_cast<std::int64_t>(pieces.size()), 1, [&](std::int64_t begin, std::int64_t end) {
+    std::vector<float> scratch(static_cast<std::size_t>(attention_scratch_floats(params)));
+    for (auto i = static_cast<std::size_t>(begin); i < static_cast<std::size_t>(end); ++i) {
+      attend_split_cpu(params, tiles[pieces[i].tile], pieces[i].kv_head, pieces[i].split, partials.data() + i * stride,
+                       scratch.data());
+    }
+  });
+  std::vector<float> scratch(static_cast<std::size_t>(attention_scratch_floats(params)));
+  for (std::size_t item = 0; item + 1 < firsts.size(); ++item) {
+    const Piece& piece = pieces[firsts[item]];
+    combine_splits_cpu(params, tiles[piece.tile], piece.kv_head, piece.split,
+                       static_cast<std::int32_t>(firsts[item + 1] - firsts[item]), partials.data() + firsts[item] * stride,
+                       scratch.data());
+  }
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> paged_attention_cpu(Tensor query, Tensor arena, Tensor block_table, Tensor cu_seqlens_q,
+                                               Tensor seqused_k, std::int64_t num_kv_heads, std::int64_t rows_per_block,
+                                               std::int64_t key_offset, std::int64_t value_offset, std::string entry_format,
+                                               double scale, std::int64_t window, OptionalTensor sinks, double softcap) {
+  constexpr const char* kOp = "paged_attention";
+  const TensorArgument table{kOp, "block_table", block_table};
+  SectionArguments key_section{rows_per_block, key_offset, 0, entry_format},
+      value_section{rows_per_block, value_offset, 0, entry_format};
+  key_section.offset_name = "key_offset";
+  value_section.offset_name = "value_offset";
+  PagedAttentionParams params =
+      checked_params({kOp, "query", query}, {kOp, "arena", arena}, table, {kOp, "cu_seqlens_q", cu_seqlens_q},
+                     {kOp, "seqused_k", seqused_k}, num_kv_heads, key_section, value_section, sinks);
+  if (params.keys.format >= EntryFormat::kFp8Packed) {
+    refuse_argument(kOp, "entry_format", entry_format, "float32, float16 or bfloat16");
+  }
+  check_not_negative(kOp, "window", window);
+  if (!(softcap >= 0.0)) refuse_argument(kOp, "softcap", std::to_string(softcap), "0 (none) or more");
+  params.window = static_cast<std::int32_t>(std::min<std::int64_t>(window, INT32_MAX));
+  params.scale = static_cast<float>(scale);
+  params.softcap = static_cast<float>(softcap);
+
+  Tensor out = torch::stable::new_empty(query, {query.size(0), query.size(1), query.size(2)});
+  Tensor lse = torch::stable::new_empty(query, {query.size(0), query.size(1)}, ScalarType::Float);
+  params.out = static_cast<std::byte*>(out.mutable_data_ptr());
+  params.lse = static_cast<float*>(lse.mutable_data_ptr());
+  std::memset(params.out, 0, static_cast<std::size_t>(out.numel()) * out.element_size());
+  std::fill_n(params.lse, lse.numel(), -__builtin_inff());
+  if (params.num_tokens == 0 || params.num_sequences == 0) return {out, lse};
+
+  check_sequences(kOp, params.cu_seqlens_q, params.seqused_k, params.num_sequences, params.num_tokens);
+  const std::vector<AttentionTile> tiles = tiles_of(params);
+  for (const AttentionTile& tile : tiles) {
+    const std::int64_t begin = first_key(params, tile.position), end = tile.position + tile.count;
+    check_blocks(table, params.table, params.keys, tile.sequence, begin, end);
+    check_blocks(table, params.table, params.values, tile.sequence, begin, end);
+  }
+  if (static_cast<std::int64_t>(tiles.size()) * params.kv_heads < kFewItems) {
+    attend_in_splits(params, tiles);
+  } else {
+    attend_whole(params, tiles);
+  }
+  return {out, lse};
+}
+
+}  // namespace hetkv::ops
