@@ -74,7 +74,7 @@ class AttachedKeyValue(AttachedFamily):
         plan = self._plans[module.layer_idx]
         batch, _, tokens, _ = query.shape
         out: Tensor = ops.paged_attention(
-            query.transpose(1, 2).flatten(0, 1),
+            query.transpose(1, 2).flatten(0, 1).contiguous(),
             step.arena,
             step.block_tables[plan.key.group],
             step.cu_seqlens_q,
