@@ -42,7 +42,7 @@ def attached(model: nn.Module) -> Iterator[AttachedModel]:
     served.detach()
 
 
-def cache_for(model: nn.Module, capacity: str = "32MiB", **options: Any) -> hetkv.Cache:
+def cache_for(model: nn.Module, capacity: str | int = "32MiB", **options: Any) -> hetkv.Cache:
     layout = hetkv.CacheLayout.from_config(model.config, block_size=BLOCK, dtype="float32")
     return hetkv.Cache(layout, capacity, **options)
 
@@ -182,6 +182,7 @@ def test_detach_gives_the_stock_model_back(model: nn.Module) -> None:
         detach(model)
 
 
+@torch.no_grad()
 def test_refusals_name_what_is_wrong(model: nn.Module, attached: AttachedModel) -> None:
     ids = torch.tensor([random_tokens(20)])
     with pytest.raises(UnsupportedModelError, match="attached already"):
@@ -235,7 +236,7 @@ def test_requests_wait_for_memory(model: nn.Module) -> None:
     expected = [stock(model, prompt, 5) for prompt in prompts]
     probe = cache_for(model)
     need = probe.bytes_for(205, 64, live_state=True)
-    served = attach(model, cache_for(model, str(max(2 * need, 3 << 19))), max_tokens=64, max_sequence_tokens=512)
+    served = attach(model, cache_for(model, max(2 * need, 3 << 19)), max_tokens=64, max_sequence_tokens=512)
     try:
         for answer, reference in zip(served.generate(prompts, 5), expected, strict=True):
             check_equal(answer, reference)
