@@ -39,6 +39,7 @@ def prefilled(attached: AttachedModel, prompts: list[list[int]]) -> list[Attache
     return requests
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what torch deprecates
 @pytest.mark.parametrize(
     ("family", "backend"),
     [("deepseek_v4", "inductor"), ("gpt_oss", "aot_eager"), ("gemma3", "inductor"), ("gemma3", "aot_eager")],
@@ -73,8 +74,8 @@ def test_decoding_in_one_graph(family: str, backend: str) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
     assert not torch._dynamo.utils.counters["graph_break"]
     for reference, rows, request in zip(expected, seen, requests, strict=True):
-        rows = rows[: len(reference.tokens) - 1]
-        assert request.tokens[request.prompt_tokens :][: len(rows) + 1] == reference.tokens[: len(rows) + 1]
+        count = min(len(rows), NEW - 1)
+        assert request.tokens[request.prompt_tokens :][: count + 1] == reference.tokens[: count + 1]
         for row, right in zip(rows, reference.logits[1:], strict=False):
             assert float((row - right).abs().max()) <= BOUND
     check_no_arena_copy(code, attached)
@@ -100,7 +101,7 @@ def test_what_the_graph_refuses() -> None:
     with pytest.raises(ValueError, match="0 requests"):
         graph.run([])
     assert graph.run(requests[:1]).shape == (1, VOCABULARY)
-    with pytest.raises(ValueError, match="num_tokens"):  # nothing known is left to compute
+    with pytest.raises(ValueError, match="known tokens"):  # nothing known is left to compute
         graph.run(requests[:1])
     for request in requests:
         request.close()
