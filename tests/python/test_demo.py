@@ -159,3 +159,13 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
             cli.main(arguments)
         assert stop.value.code == 2
     assert "not positive" in capsys.readouterr().err
+
+
+def test_the_demo_runs_attached(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, document = _run(["--attach", "--turns", "2"], tmp_path)
+    assert status == 0
+    (model,) = document["models"]
+    assert [turn["recoverable_tokens"] > 0 for turn in model["turns"]] == [False, True]
+    assert all(turn["difference"] <= 1e-4 for turn in model["turns"])
+    assert model["batch_equal"]
+    assert "times as fast as copying" in capsys.readouterr().out
