@@ -107,6 +107,9 @@ struct Work {
     for (int row = 0; row < total.rows; ++row) {
       const std::int64_t position = tile.position + row / group;
       std::int64_t begin = first_key(params, position) - from, end = position + 1 - from;
+#ifdef HETKV_PLANT_SEES_NEXT_KEY
+      ++end;
+#endif
       if (row >= real_rows) begin = end = 0;
       first[row] = static_cast<std::int32_t>(begin < 0 ? 0 : begin > count ? count : begin);
       last[row] = static_cast<std::int32_t>(end < 0 ? 0 : end > count ? count : end);

@@ -31,8 +31,8 @@ MOST_REROUTED = ANSWER_TOKENS // 50
 class AttachedTurn:
     """One request, answered three times, the cold answer being right. Times in ms, of whole answers.
 
-    rerouted: tokens whose logits differ by more than the tolerance: where the last entry that the index takes and the first that it
-    leaves score alike up to rounding, either may be taken. difference: largest of logits, over all other tokens.
+    rerouted: tokens whose logits differ by more than the tolerance. Where the last entry that the index takes and the first that
+    it leaves score alike up to rounding, either may be taken. difference: largest of logits, over all other tokens.
     """
 
     label: str
