@@ -21,7 +21,11 @@ struct TopKParams {
 
 // Rises with the order of scores: a larger key is a better score. NaN gives 0.
 HETKV_HOST_DEVICE inline std::uint32_t score_key(float score) {
+#ifdef HETKV_PLANT_MINUS_ZERO
+  const float plain = score;
+#else
   const float plain = score + 0.0f;  // -0 + 0 = +0
+#endif
   if (!(plain == plain)) return 0;
   std::uint32_t bits = 0;
   __builtin_memcpy(&bits, &plain, sizeof bits);

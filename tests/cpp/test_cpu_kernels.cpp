@@ -321,7 +321,10 @@ TEST(TopK, TiesGoToTheLowestIndexForEveryLength) {
   std::mt19937 engine(3);
   for (const std::int64_t count : {0, 1, 5, 256, 257, 3000}) {
     std::vector<float> scores(static_cast<std::size_t>(count));
-    for (float& score : scores) score = static_cast<float>(engine() % 7) - 3.0f;
+    for (float& score : scores) {
+      score = static_cast<float>(engine() % 7) - 3.0f;
+      if (score == 0.0f && engine() % 2 == 0) score = -0.0f;  // no other number
+    }
     std::vector<std::uint64_t> scratch(static_cast<std::size_t>(top_k_scratch_words(count)));
     for (const std::int32_t k : {1, 4, 300}) {
       std::vector<std::int32_t> order(static_cast<std::size_t>(count)), got(static_cast<std::size_t>(k));

@@ -73,9 +73,7 @@ void top_k_row_cpu(const float* scores, std::int64_t count, std::int32_t k, std:
   std::int64_t ties = k - high.above - middle.above - low.above, found = 0;
   for (std::int64_t i = 0; i < count; ++i) {
     if (keys[i] < kth) continue;
-#ifndef HETKV_PLANT_ALL_TIES
     if (keys[i] == kth && ties-- <= 0) continue;
-#endif
     candidates[found++] = unique_key(keys[i], i);
   }
   fill_sorted(candidates, found, k, indices);
