@@ -38,3 +38,15 @@ def test_example_with_a_model_runs() -> None:
     (line,) = run_example(1, names)
     assert line == "resume at 0 of 100 tokens (hash hit 0); lost: 36 granularity, 64 not_found"
     assert len(names["answer"]) == 200  # type: ignore[arg-type]
+
+
+def test_example_of_attaching_runs() -> None:
+    pytest.importorskip("transformers")
+    import torch
+    from tiny_models import BUILDERS, VOCABULARY
+
+    model = BUILDERS["gemma3"]()
+    cache = hetkv.Cache(hetkv.CacheLayout.from_config(model.config, block_size=64), capacity="16MiB")
+    names = {"torch": torch, "model": model, "cache": cache, "prompt_ids": [i % VOCABULARY for i in range(100)]}
+    assert run_example(2, names) == []
+    assert [len(answer.tokens) for answer in names["answers"]] == [20, 20]
