@@ -43,6 +43,7 @@ def test_example_with_a_model_runs() -> None:
 def test_example_of_attaching_runs() -> None:
     pytest.importorskip("transformers")
     import torch
+
     from tiny_models import BUILDERS, VOCABULARY
 
     model = BUILDERS["gemma3"]()
