@@ -1,6 +1,7 @@
 // Reading one stored row, of any format, as float.
 //
 //   load_entry(rows, address, out)   out[rows.width]; the row at `address` (row_address, slot_address)
+//   load_plain(from, format, n, out) n values of an unpacked format
 //   float_row(rows, address)         the row itself if it is stored as float, else nullptr
 #pragma once
 
@@ -49,17 +50,26 @@ inline void load_e4m3(const std::byte* from, int count, float scale, float* out)
   }
 }
 
+inline void load_plain(const std::byte* from, EntryFormat format, int count, float* out) {
+  switch (format) {
+    case EntryFormat::kFloat16:
+      load_halves<false>(from, count, out);
+      break;
+    case EntryFormat::kBFloat16:
+      load_halves<true>(from, count, out);
+      break;
+    default:
+      __builtin_memcpy(out, from, static_cast<std::size_t>(count) * 4);
+  }
+}
+
 inline void load_entry(const PagedRows& rows, RowAddress address, float* out) {
   const int width = rows.width;
   switch (rows.format) {
     case EntryFormat::kFloat32:
-      __builtin_memcpy(out, address.data, static_cast<std::size_t>(width) * 4);
-      break;
     case EntryFormat::kFloat16:
-      load_halves<false>(address.data, width, out);
-      break;
     case EntryFormat::kBFloat16:
-      load_halves<true>(address.data, width, out);
+      load_plain(address.data, rows.format, width, out);
       break;
     case EntryFormat::kFp8Packed: {
       const int plain = width - kPackedRope;

@@ -1,6 +1,7 @@
 // Storing one row of floats in any format.
 //
 //   store_entry(row, rows, address)   row[rows.width], at `address` (row_address, slot_address)
+//   store_plain(row, format, n, to)   n values in an unpacked format
 //
 // Packed formats round to bfloat16 first, as their source does, then quantise each group with its own power of two. The formulas are
 // those of math/float8.h, so every level, and CUDA, writes the same bytes.
@@ -100,16 +101,25 @@ inline void store_mxfp4(const float* row, const PagedRows& rows, RowAddress addr
   }
 }
 
+inline void store_plain(const float* row, EntryFormat format, int count, std::byte* to) {
+  switch (format) {
+    case EntryFormat::kFloat16:
+      store_halves<false>(row, count, to);
+      break;
+    case EntryFormat::kBFloat16:
+      store_halves<true>(row, count, to);
+      break;
+    default:
+      __builtin_memcpy(to, row, static_cast<std::size_t>(count) * 4);
+  }
+}
+
 inline void store_entry(const float* row, const PagedRows& rows, RowAddress address) {
   switch (rows.format) {
     case EntryFormat::kFloat32:
-      __builtin_memcpy(address.data, row, static_cast<std::size_t>(rows.width) * 4);
-      break;
     case EntryFormat::kFloat16:
-      store_halves<false>(row, rows.width, address.data);
-      break;
     case EntryFormat::kBFloat16:
-      store_halves<true>(row, rows.width, address.data);
+      store_plain(row, rows.format, rows.width, address.data);
       break;
     case EntryFormat::kFp8Packed:
       store_packed(row, rows, address);

@@ -1,7 +1,7 @@
 #include "kernels/index_scores.h"
 
 #include "kernels/cpu/levels/attend.h"
-#include "kernels/cpu/levels/query_rows.h"
+#include "kernels/cpu/levels/entry_load.h"
 
 namespace hetkv::HETKV_LEVEL {
 namespace {
@@ -24,7 +24,7 @@ void index_scores(const IndexScoresParams& params, const IndexToken& token, std:
   const std::int64_t vector_bytes = entry_data_bytes(params.query_format, dim);
   for (int h = 0; h < params.heads; ++h) {
     const std::int64_t vector = token.token * params.heads + h;
-    load_vector(params.query + vector * vector_bytes, params.query_format, dim, values);
+    load_plain(params.query + vector * vector_bytes, params.query_format, dim, values);
     for (int d = 0; d < dim; ++d) query[d * heads + h] = values[d];
     weights[h] = params.weights[vector];
   }

@@ -1,6 +1,7 @@
 #include "kernels/paged_attention.h"
 
 #include "kernels/cpu/levels/attend.h"
+#include "kernels/cpu/levels/entry_store.h"
 #include "kernels/cpu/levels/query_rows.h"
 
 namespace hetkv::HETKV_LEVEL {
@@ -125,7 +126,7 @@ struct Work {
       const Finish end = finish(total.largest[row], total.sums[row], sink);
       float* const out = total.out + row * total.dim;
       for (int d = 0; d < total.dim; d += kLanes) store(out + d, load_float(out + d) * end.factor);
-      store_vector(out, params.query_format, params.dim, params.out + vector * vector_bytes);
+      store_plain(out, params.query_format, params.dim, params.out + vector * vector_bytes);
       params.lse[vector] = end.lse;
     }
   }

@@ -1,6 +1,7 @@
 #include "kernels/sparse_attention.h"
 
 #include "kernels/cpu/levels/attend.h"
+#include "kernels/cpu/levels/entry_store.h"
 #include "kernels/cpu/levels/query_rows.h"
 
 namespace hetkv::HETKV_LEVEL {
@@ -114,7 +115,7 @@ void sparse_attention(const SparseAttentionParams& params, const SparseToken& to
       rotated[2 * i] = a * cos + b * sin;
       rotated[2 * i + 1] = b * cos - a * sin;
     }
-    store_vector(out, params.query_format, params.dim, params.out + (first_vector + h) * vector_bytes);
+    store_plain(out, params.query_format, params.dim, params.out + (first_vector + h) * vector_bytes);
     params.lse[first_vector + h] = end.lse;
   }
 }

@@ -7,19 +7,6 @@
 namespace hetkv::HETKV_LEVEL {
 namespace {
 
-void load_input(const std::byte* from, EntryFormat format, int width, float* out) {
-  switch (format) {
-    case EntryFormat::kFloat16:
-      load_halves<false>(from, width, out);
-      break;
-    case EntryFormat::kBFloat16:
-      load_halves<true>(from, width, out);
-      break;
-    default:
-      __builtin_memcpy(out, from, static_cast<std::size_t>(width) * 4);
-  }
-}
-
 void norm(float* row, const float* weight, int width, float eps) {
   Float squares{};
   int i = 0;
@@ -54,7 +41,7 @@ void write_rows(const WriteParams& params, std::int64_t begin, std::int64_t end)
     if (params.slots[i] < 0) continue;
     RowAddress address = slot_address(target, params.slots[i]);
     for (int head = 0; head < params.heads; ++head) {
-      load_input(params.rows + i * params.row_stride + head * params.head_stride, params.row_format, width, row);
+      load_plain(params.rows + i * params.row_stride + head * params.head_stride, params.row_format, width, row);
       if (params.norm_weight != nullptr) norm(row, params.norm_weight, width, params.norm_eps);
       if (pairs > 0) {
         float* const rotated = params.rope_trailing ? row + width - params.rope : row;
