@@ -41,4 +41,13 @@ STABLE_TORCH_LIBRARY(hetkv, m) {
       "float scale, int window_scale_offset=0, int ratio=1, int entry_rows_per_block=1, int entry_offset=0, "
       "str entry_format='float32', int entry_scale_offset=0, Tensor? sinks=None, Tensor? cos=None, Tensor? sin=None) "
       "-> (Tensor, Tensor)");
+  m.def(
+      "verify_blocks(Tensor arena, Tensor blocks, *, int block_bytes, Tensor? checksums=None, Tensor? zero_ranges=None, "
+      "Tensor? finite_ranges=None, int base_alignment=1, int stride_alignment=1) -> Tensor");
+  m.def("checksum_blocks(Tensor arena, Tensor blocks, *, int block_bytes) -> Tensor");
+  m.def("copy_blocks(Tensor(a!) arena, Tensor source, Tensor target, *, int num_bytes, int begin=0) -> ()");
+  m.def(
+      "transfer_blocks(Tensor(a!) target_arena, Tensor source_arena, Tensor source, Tensor target, *, int num_bytes, int "
+      "begin=0) "
+      "-> ()");
 }

@@ -6,17 +6,22 @@ none has a derivative. Wrong arguments raise ``ValueError`` with the op's and th
 Each module has the functions of one family, with their fake kernels.
 """
 
+from .block_copy import copy_blocks, transfer_blocks
 from .compress import compress
 from .cpu_level import CPU_LEVELS, cpu_level
 from .index_scores import index_scores, select_entries, top_k
 from .paged_attention import paged_attention
 from .row_copy import gather_rows, scatter_rows
 from .sparse_attention import sparse_attention
+from .verify import BlockStatus, checksum_blocks, verify_blocks
 from .write import write_key_value, write_rows
 
 __all__ = [
     "CPU_LEVELS",
+    "BlockStatus",
+    "checksum_blocks",
     "compress",
+    "copy_blocks",
     "cpu_level",
     "gather_rows",
     "index_scores",
@@ -25,6 +30,8 @@ __all__ = [
     "select_entries",
     "sparse_attention",
     "top_k",
+    "transfer_blocks",
+    "verify_blocks",
     "write_key_value",
     "write_rows",
 ]
