@@ -220,7 +220,7 @@ void bind_sequence(py::module_& m) {
       .def(
           "settle",
           [](SequenceHandle& s, const StepStamp& stamp, bool batch_invariant) { return Use(s)->settle(stamp, batch_invariant); },
-          "stamp"_a, "batch_invariant"_a, NoGil())
+          "stamp"_a, "batch_invariant"_a = true, NoGil())
       .def("check_version", &check_version, "StaleVersionError unless its version is the one that runs now.")
       .def("hold_acceptance", [](SequenceHandle& s) { Use(s)->hold_acceptance(); })
       .def(

@@ -10,12 +10,15 @@
 #include <random>
 #include <vector>
 
+#include "base/checksum.h"
 #include "base/cpu_level.h"
+#include "kernels/block_copy.h"
 #include "kernels/compress.h"
 #include "kernels/index_scores.h"
 #include "kernels/paged_attention.h"
 #include "kernels/sparse_attention.h"
 #include "kernels/top_k.h"
+#include "kernels/verify.h"
 #include "kernels/write.h"
 
 namespace hetkv {
@@ -311,6 +314,26 @@ TEST_P(CpuKernels, CompressStaysInsideItsRows) {
   }
   for (std::int32_t c = 0; c < width; ++c) {
     EXPECT_NEAR(second[c], pooled[static_cast<std::size_t>(c)] / std::sqrt(squares / width), 1e-4);
+  }
+}
+
+TEST_P(CpuKernels, ChecksumOfWholeSegmentsIsTheDefinition) {
+  std::vector<std::byte> data(3 * kChecksumSegment);
+  for (std::size_t i = 0; i < data.size(); ++i) data[i] = static_cast<std::byte>(i * i + 7 * i);
+  std::uint64_t expected = 0;
+  for (std::uint64_t s = 0; s < 3; ++s) expected += checksum_segment(data.data() + s * kChecksumSegment, kChecksumSegment, s + 5);
+  EXPECT_EQ(level(portable::checksum_segments, avx2::checksum_segments, avx512::checksum_segments)(data.data(), 5, 3), expected);
+}
+
+TEST_P(CpuKernels, CopiesOfAnySizeAndPlace) {
+  for (const std::size_t bytes : {std::size_t{1}, std::size_t{100}, std::size_t{32768}, std::size_t{40001}}) {
+    for (const std::size_t shift : {std::size_t{0}, std::size_t{13}}) {
+      std::vector<std::byte> from(bytes + shift, std::byte{0x5a}), to(bytes + 2 * shift, std::byte{0});
+      level(portable::copy_apart, avx2::copy_apart, avx512::copy_apart)(to.data() + shift, from.data() + shift, bytes);
+      EXPECT_TRUE(std::equal(from.begin() + static_cast<std::ptrdiff_t>(shift), from.end(),
+                             to.begin() + static_cast<std::ptrdiff_t>(shift)));
+      EXPECT_EQ(std::count(to.begin(), to.end(), std::byte{0x5a}), static_cast<std::ptrdiff_t>(bytes));
+    }
   }
 }
 

@@ -194,3 +194,18 @@ def test_only_accepted_tokens_are_published(cache: hetkv.Cache, prompt: Tokens) 
         seq.accept(50)
         assert seq.publish().published_tokens == 48
         assert seq.publish(upto=10**12).published_tokens == 48
+
+
+def test_a_step_that_was_not_batch_invariant_is_not_canonical(cache: hetkv.Cache, prompt: Tokens) -> None:
+    for invariant in (False, True):
+        cache.clear()
+        with cache.admit(prompt[:33]) as seq:
+            for end in (16, 32):
+                seq.settle(seq.schedule(end), batch_invariant=invariant or end == 16)
+                for group, offset in seq.stage_point(end).items():
+                    seq.commit_point(end, {group: end})
+                    assert offset >= 0
+            seq.publish()
+        with cache.admit(prompt[:33]) as again:
+            assert again.report.num_recoverable_tokens == 32
+            assert again.report.canonical is invariant
