@@ -1,92 +1,61 @@
-"""Speed of the row copies beside torch's own copies of the same bytes, in one run: GB/s of bytes copied.
+"""Speed of the ops, each beside a baseline in the same run: microseconds, GB/s or GFLOP/s, and the ratio.
 
-    python bench/bench_ops.py [--device cpu] [--threads 2] [--mib 64] [--repeats 9]
+    python bench/bench_ops.py [--only attention,index,...] [--threads 1] [--repeats 9] [--json FILE]
 
-`order`: with `blocks` the rows of each block come in order (a prefill, a restore) and blocks are shuffled, with `rows` single
-rows are shuffled. `index` is torch.index_select (gather) or index_copy_ (scatter) on the same rows as one dense tensor; `copy` is
-Tensor.copy_ of contiguous bytes. Medians; the copies take turns, so that a busy machine slows all of them.
+Medians; an op and its baseline take turns, so that a busy machine slows both. Baselines are torch's own operators on the same
+work, or plain eager code where torch has none; for bytes moved, Tensor.copy_ and a sum over the same bytes (the read sweep).
 """
 
+from __future__ import annotations
+
 import argparse
-import statistics
-import time
-from collections.abc import Callable
+import json
+import os
+from pathlib import Path
 
 import torch
-from torch import Tensor
+from ops import attention, blocks, compress, index, row_copy, write
+from ops.timing import Line
+from provenance import provenance
 
 import hetkv.ops
 
-UNIT = 256
-ROWS_PER_BLOCK = 64
-
-
-def seconds(run: Callable[[], object], device: str) -> float:
-    """Wall time of one call, the device's work included."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-    begin = time.perf_counter()
-    run()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - begin
-
-
-def measure(row_bytes: int, layers: int, order: str, args: argparse.Namespace) -> dict[str, float]:
-    """GB/s by name for one shape: `mib` MiB in all, over `layers` layers."""
-    n = args.mib * 2**20 // (row_bytes * layers) // ROWS_PER_BLOCK * ROWS_PER_BLOCK
-    blocks = n // ROWS_PER_BLOCK
-    layer_stride = ROWS_PER_BLOCK * row_bytes
-    block_units = layers * layer_stride // UNIT
-    arena = torch.zeros(blocks * block_units * UNIT, dtype=torch.uint8, device=args.device)
-    row = torch.arange(ROWS_PER_BLOCK)
-    slots = (torch.randperm(blocks)[:, None] * block_units * ROWS_PER_BLOCK + row).flatten()
-    if order == "rows":
-        slots = slots[torch.randperm(n)]
-    block, row = slots // (block_units * ROWS_PER_BLOCK), slots % ROWS_PER_BLOCK
-    dense_index = (block * ROWS_PER_BLOCK + row).to(args.device)
-    slots = slots.to(args.device)
-    packed = torch.ones(layers, n, row_bytes, dtype=torch.uint8, device=args.device)
-    dense = torch.zeros_like(packed)
-    geometry = {"rows_per_block": ROWS_PER_BLOCK, "section_offset": 0, "layer_stride": layer_stride}
-
-    def wide(tensor: Tensor) -> Tensor:
-        return tensor.view(torch.int64)  # torch copies 8 bytes an element
-
-    runs: dict[str, Callable[[], object]] = {
-        "scatter": lambda: hetkv.ops.scatter_rows(arena, packed, slots, **geometry),
-        "scatter index": lambda: wide(dense).index_copy_(1, dense_index, wide(packed)),
-        "gather": lambda: hetkv.ops.gather_rows(packed, arena, slots, **geometry),
-        "gather index": lambda: torch.index_select(wide(dense), 1, dense_index, out=wide(packed)),
-        "copy": lambda: dense.copy_(packed),
-    }
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    with torch.inference_mode():
-        for repeat in range(args.repeats + 1):
-            for name, run in runs.items():
-                taken = seconds(run, args.device)
-                if repeat > 0:  # the first round touches the pages
-                    times[name].append(taken)
-    return {name: packed.numel() / statistics.median(taken) / 1e9 for name, taken in times.items()}
+FAMILIES = {
+    "attention": attention.lines,
+    "index": index.lines,
+    "compress": compress.lines,
+    "blocks": blocks.lines,
+    "write": write.lines,
+}
 
 
 def main() -> None:
-    """Prints one line per shape."""
+    """Prints one line per case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--mib", type=int, default=64, help="bytes of each copy, in MiB")
+    parser.add_argument("--only", default=",".join([*FAMILIES, "copy"]), help="families, separated by commas")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="cuda: row copies only, so far")
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the lines to FILE (results/ops.json is in RESULTS.md)"
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    print(f"torch {torch.__version__}, {args.device}, {torch.get_num_threads()} threads, {args.mib} MiB a copy, GB/s")
-    names = ["scatter", "scatter index", "gather", "gather index", "copy"]
-    print(f"{'row bytes':>9} {'layers':>6} {'order':>6} " + " ".join(f"{name:>13}" for name in names))
-    for row_bytes, layers in [(128, 8), (584, 8), (1024, 8), (1024, 1), (4096, 8)]:
-        for order in ("blocks", "rows"):
-            result = measure(row_bytes, layers, order, args)
-            print(f"{row_bytes:>9} {layers:>6} {order:>6} " + " ".join(f"{result[name]:>13.2f}" for name in names), flush=True)
+    load = [round(value, 2) for value in os.getloadavg()]
+    print(f"torch {torch.__version__}, {args.device}, {torch.get_num_threads()} threads, level {hetkv.ops.cpu_level()}")
+    lines: list[Line] = []
+    for name in args.only.split(","):
+        if name == "copy":
+            row_copy.report(args.device, args.repeats)
+            continue
+        for line in FAMILIES[name](args.repeats):
+            lines.append(line)
+            print(line.text(), flush=True)
+    if args.json is not None:
+        facts = {"level": hetkv.ops.cpu_level(), "threads": args.threads, "torch": torch.__version__}
+        document = {**provenance(), "load_before": load, **facts, "lines": [vars(line) for line in lines]}
+        args.json.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -261,6 +261,23 @@ def trace_section(content: Json, peers: Rounds) -> list[str]:
     return lines
 
 
+def ops_section(content: Json) -> list[str]:
+    rows = []
+    for line in content["lines"]:
+        rate = f"{line['amount'] / line['microseconds'] / 1e3:.1f} {line['unit']}"
+        rows.append([line["case"], f"{line['microseconds']:.0f} us", rate, f"{line['ratio']:.2f} x {line['baseline']}"])
+    return [
+        "## Ops on the CPU",
+        "",
+        f"{made_by(content).rstrip()} Level {content['level']}, {content['threads']} thread(s), torch {content['torch']}.",
+        "",
+        "Medians; an op and its baseline take turns. The ratio is the baseline's time over the op's: above 1, the op is faster.",
+        "",
+        *table(["case", "time", "rate", "beside"], rows),
+        "",
+    ]
+
+
 def render() -> str:
     """Writes bench/RESULTS.md; returns a line that says so."""
     own_json, compare_json, replay_json = load("hetkv"), load("compare"), load("replay")
@@ -273,6 +290,9 @@ def render() -> str:
         lines += peer_section(compare_json, rounds)
     if replay_json is not None:
         lines += trace_section(replay_json, rounds or Rounds({"rounds": []}))
+    ops_json = load("ops")
+    if ops_json is not None:
+        lines += ops_section(ops_json)
     path = ROOT / "bench" / "RESULTS.md"
     path.write_text("\n".join(lines).rstrip() + "\n")
     return f"wrote {path.relative_to(ROOT)}"

@@ -33,13 +33,22 @@ inline void round_to_bfloat16(const float* row, int count, float* out) {
   for (int i = whole; i < count; ++i) out[i] = from_bfloat16(to_bfloat16(splat(row[i])))[0];
 }
 
+// NaN never is the largest.
 inline float largest_magnitude(const float* row, int count) {
-  float largest = 0;
-  for (int i = 0; i < count; ++i) {
-    const float magnitude = float_from_bits(float_bits(row[i]) & 0x7fffffffu);
-    if (magnitude > largest) largest = magnitude;  // NaN never is
+  const int whole = count / kLanes * kLanes;
+  Int largest{};  // bits of non-negative floats rise with their values
+  for (int i = 0; i < whole; i += kLanes) {
+    const Int magnitude = (Int)load_float(row + i) & 0x7fffffff;
+    const Int number = magnitude > 0x7f800000 ? Int{} : magnitude;
+    largest = number > largest ? number : largest;
   }
-  return largest;
+  std::int32_t most = 0;
+  for (int i = 0; i < kLanes; ++i) most = largest[i] > most ? largest[i] : most;
+  for (int i = whole; i < count; ++i) {
+    const auto magnitude = static_cast<std::int32_t>(float_bits(row[i]) & 0x7fffffffu);
+    if (magnitude <= 0x7f800000 && magnitude > most) most = magnitude;
+  }
+  return float_from_bits(static_cast<std::uint32_t>(most));
 }
 
 // to_e4m3 of math/float8.h, on vectors.

@@ -1,0 +1,1 @@
+"""Cases of bench_ops.py, one module per family of ops."""
