@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 transformers = pytest.importorskip("transformers")
 
 import hetkv  # noqa: E402
-from hetkv.integrations.transformers import Generation, Runner, TieRule, UnsupportedModelError, adapter_for  # noqa: E402
+from hetkv.integrations.transformers import Generation, PrefixCache, Runner, TieRule, UnsupportedModelError, adapter_for  # noqa: E402
 from hetkv.integrations.transformers.attach import AttachedModel, attach, detach  # noqa: E402
 from tiny_models import BUILDERS, VOCABULARY  # noqa: E402
 
@@ -204,6 +204,10 @@ def test_refusals_name_what_is_wrong(model: nn.Module, attached: AttachedModel) 
         assert out.logits.shape[1] == 20
     with pytest.raises(ValueError, match="empty prompt"):
         attached.open([])
+    with pytest.raises(ValueError, match="at most 2048 together"):
+        attached.open([1] * 2000, max_new_tokens=49)
+    with pytest.raises(ValueError, match="max_new_tokens = 0"):
+        attached.generate([[1]], 0)
 
 
 def test_a_model_that_cannot_be_attached_is_named() -> None:
@@ -242,3 +246,24 @@ def test_requests_wait_for_memory(model: nn.Module) -> None:
             check_equal(answer, reference)
     finally:
         served.detach()
+
+
+def test_a_cache_serves_stock_or_attached_attention_not_both(model: nn.Module) -> None:
+    """Their rows differ in the last bits: entries of the other one do not match, and the other one is refused."""
+    cache, prompt = cache_for(model), random_tokens(100)
+    served = attach(model, cache, max_sequence_tokens=256)
+    served.generate([prompt], 2)
+    assert cache.probe(prompt).num_recoverable_tokens == 64
+    served.detach()
+    assert cache.probe(prompt).num_recoverable_tokens == 0
+    assert {str(loss.reason) for loss in cache.probe(prompt).losses} == {"abi", "granularity"}
+    reuse = PrefixCache(model, cache)
+    reuse.generate(prompt, 2)
+    reuse.close()
+    served = attach(model, cache, max_sequence_tokens=256)
+    assert cache.probe(prompt).num_recoverable_tokens == 64  # its own entries match again
+    with pytest.raises(UnsupportedModelError, match="used by an attached model"):
+        reuse.open(prompt)
+    served.detach()
+    with pytest.raises(UnsupportedModelError, match="used by a PrefixCache"):
+        served.open(prompt)

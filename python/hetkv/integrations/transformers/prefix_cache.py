@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from .attention_abi import ATTENTION_FAMILY, STOCK, check_attention
 from .families import adapter_for
 from .schedule import Generation
 from .session import Session
@@ -36,7 +37,7 @@ class PrefixCache:
         check_layout(self.adapter, cache)
         _check_generation(model)
         self._tie_rule = TieRule(model)
-        for family, value in tie_rule_abi(model).items():
+        for family, value in {ATTENTION_FAMILY: STOCK, **tie_rule_abi(model)}.items():
             cache.set_abi(family, value)
 
     def open(
@@ -54,6 +55,7 @@ class PrefixCache:
         AdmissionError if the memory is short; ValueError for an empty prompt; UnsupportedModelError for a batch.
         """
         ids = _token_list(tokens)
+        check_attention(self.cache, STOCK)
         sequence = self.cache.admit(ids, namespace=namespace, max_new_tokens=max_new_tokens, previous=previous)
         try:
             return Session(self.model, self.adapter, self.cache, sequence, ids)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .... import AdmissionError, StepBuffers, ops
+from ..attention_abi import ATTENTION_FAMILY, ON_BLOCKS, STOCK, check_attention
 from ..families import adapter_for
 from ..prefix_cache import check_layout
 from ..schedule import Generation
@@ -34,8 +35,6 @@ _FAMILIES: dict[str, type[AttachedFamily]] = {
     "gemma3_text": AttachedKeyValue,
 }
 _MARK = "hetkv_attached"
-_ON_BLOCKS = 1
-"""ABI integer of the attention that computes on blocks; stock attention has none. Their rows differ in the last bits."""
 
 
 class AttachedRequest:
@@ -141,7 +140,7 @@ class AttachedModel:
 
     def _abi(self) -> dict[str, int]:
         """What the bits of rows depend on beside the model: whose attention, at which level of the CPU, with which tie rule."""
-        abi = {"attention": _ON_BLOCKS}
+        abi = {ATTENTION_FAMILY: ON_BLOCKS}
         if self.device.type == "cpu":
             abi["cpu_level"] = ops.CPU_LEVELS.index(ops.cpu_level())
         if any(group.spec.indexes for group in self.cache.layout.groups):
@@ -163,6 +162,12 @@ class AttachedModel:
         ids = [int(token) for token in (tokens.reshape(-1).tolist() if isinstance(tokens, Tensor) else tokens)]
         if not ids:
             raise ValueError("an empty prompt has nothing to compute")
+        if len(ids) + max_new_tokens > self._max_sequence_tokens:
+            raise ValueError(
+                f"{len(ids)} prompt tokens and max_new_tokens = {max_new_tokens}: expected at most "
+                f"{self._max_sequence_tokens} together (max_sequence_tokens)"
+            )
+        check_attention(self.cache, ON_BLOCKS)
         sequence = self.cache.admit(
             ids,
             namespace,
@@ -232,6 +237,8 @@ class AttachedModel:
         Ties between logits go to the lowest token id. Generation.logits: float32, row i chose token i. AdmissionError if a prompt
         cannot fit even alone.
         """
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens = {max_new_tokens}: expected at least 1")
         waiting = list(reversed(list(enumerate(prompts))))
         running: dict[AttachedRequest, int] = {}
         results = [Generation() for _ in prompts]
@@ -379,6 +386,8 @@ class AttachedModel:
             handle.remove()
         self.family.remove()
         _set_attention(self.model, self._stock_attention)
+        if self.cache.abi.get(ATTENTION_FAMILY) == ON_BLOCKS:
+            self.cache.set_abi(ATTENTION_FAMILY, STOCK)
         delattr(self.model, _MARK)
 
 
