@@ -1,6 +1,6 @@
 // Copying blocks, or the same part of blocks, inside an arena or between two. Parameters and entry points.
 //
-// BlockCopyParams is the kernel ABI: CPU and CUDA take the same struct, already checked. Pair i copies num_bytes bytes from block
+// BlockCopyParams is the kernel ABI, already checked; CUDA kernels are to take the same struct. Pair i copies num_bytes bytes from block
 // source[i] to block target[i], `begin` bytes into both. The two parts of one pair may overlap: the target ends with what the source
 // held. Parts of different pairs must not, except sources.
 #pragma once

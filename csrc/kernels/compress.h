@@ -1,8 +1,8 @@
 // The compressor: gated pooling of the raw rows of a window of `ratio` tokens into one entry, RMS norm, rotation, and storing the
 // entry in its block. Parameters and entry points.
 //
-// CompressParams is the kernel ABI: CPU and CUDA take the same struct, already checked. A kernel owns nothing and keeps nothing. The
-// memory behind the pointers must outlive the call (CUDA: until the stream reaches it).
+// CompressParams is the kernel ABI, already checked; CUDA kernels are to take the same struct. A kernel owns nothing and keeps nothing. The
+// memory behind the pointers must outlive the call.
 //
 // Token i of a step belongs to sequence b (cu_seqlens_q) and has the position seqused_k[b] - q_len + (i - cu_seqlens_q[b]). It closes
 // window w = position / ratio if position + 1 is a multiple of ratio. The window's raw rows are addressed by position: from the
@@ -106,11 +106,6 @@ CompressProblem find_compress_problem(const CompressParams& params) noexcept;
 // ring_rows of their sequence go into the ring. Thread-safe over disjoint tokens with distinct slots; allocate nothing.
 void compress_entries_cpu(const CompressParams& params, std::int64_t begin, std::int64_t end) noexcept;
 void compress_rings_cpu(const CompressParams& params, std::int64_t begin, std::int64_t end) noexcept;
-
-// Enqueues both phases on `stream` (a cudaStream_t of the current device). A slot or ring outside the arena is skipped (with the
-// windows that would read it), since the host must not wait to see them. Throws CudaError if a launch failed. Thread-safe, allocates
-// nothing, does not block.
-void compress_cuda(const CompressParams& params, void* stream);
 
 // The builds of cpu/levels.
 using CompressEntriesFn = void(const CompressParams&, std::int64_t, std::int64_t) noexcept;

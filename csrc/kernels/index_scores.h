@@ -42,9 +42,6 @@ std::int64_t index_scratch_floats(const IndexScoresParams& params) noexcept;
 void index_scores_cpu(const IndexScoresParams& params, const IndexToken& token, std::int64_t begin, std::int64_t end,
                       float* scores, float* scratch) noexcept;
 
-// Enqueues the scores of all tokens on `stream`: out [num_tokens, columns * rows per block], entries not seen are -inf.
-void index_scores_cuda(const IndexScoresParams& params, float* out, void* stream);
-
 // The builds of cpu/levels.
 using IndexScoresFn = void(const IndexScoresParams&, const IndexToken&, std::int64_t, std::int64_t, float*, float*) noexcept;
 namespace portable {

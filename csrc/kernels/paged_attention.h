@@ -1,8 +1,8 @@
 // Attention of the tokens of a step over keys and values in blocks: full or sliding window, grouped heads, sinks. Parameters and entry
 // points.
 //
-// PagedAttentionParams is the kernel ABI: CPU and CUDA take the same struct, already checked. A kernel owns nothing and keeps nothing.
-// The memory behind the pointers must outlive the call (CUDA: until the stream reaches it).
+// PagedAttentionParams is the kernel ABI, already checked; CUDA kernels are to take the same struct. A kernel owns nothing and keeps nothing.
+// The memory behind the pointers must outlive the call.
 //
 // Query token i of sequence b has position p = seqused_k[b] - q_len + (i - cu_seqlens_q[b]) and sees the keys of tokens
 // [max(0, p - window + 1), p], window 0 meaning all. Token t's row is row t of the sequence in its block table. Tokens behind the last
@@ -77,10 +77,6 @@ void combine_splits_cpu(const PagedAttentionParams& params, const AttentionTile&
 HETKV_HOST_DEVICE inline std::int64_t first_key(const PagedAttentionParams& params, std::int64_t position) {
   return params.window > 0 && position + 1 > params.window ? position + 1 - params.window : 0;
 }
-
-// Enqueues the whole op on `stream`. workspace: attention_workspace_bytes, on the device. Throws CudaError. Does not block.
-std::int64_t attention_workspace_bytes(const PagedAttentionParams& params);
-void paged_attention_cuda(const PagedAttentionParams& params, void* workspace, void* stream);
 
 // The builds of cpu/levels.
 using AttendTileFn = void(const PagedAttentionParams&, const AttentionTile&, std::int32_t, float*) noexcept;

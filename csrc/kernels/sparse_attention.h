@@ -55,10 +55,6 @@ std::int64_t sparse_scratch_floats(const SparseAttentionParams& params) noexcept
 void sparse_attention_cpu(const SparseAttentionParams& params, const SparseToken& token, std::int32_t head,
                           float* scratch) noexcept;
 
-// Enqueues the whole op on `stream`. workspace: sparse_workspace_bytes, on the device. Throws CudaError. Does not block.
-std::int64_t sparse_workspace_bytes(const SparseAttentionParams& params);
-void sparse_attention_cuda(const SparseAttentionParams& params, void* workspace, void* stream);
-
 // The builds of cpu/levels.
 using SparseAttentionFn = void(const SparseAttentionParams&, const SparseToken&, std::int32_t, float*) noexcept;
 namespace portable {

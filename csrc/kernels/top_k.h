@@ -42,8 +42,4 @@ void top_k_cpu(const TopKParams& params, std::int64_t begin, std::int64_t end, s
 void top_k_row_cpu(const float* scores, std::int64_t count, std::int32_t k, std::int32_t* indices,
                    std::uint64_t* scratch) noexcept;
 
-// Enqueues all rows on `stream`. workspace: top_k_workspace_bytes, on the device. Throws CudaError. Does not block.
-std::int64_t top_k_workspace_bytes(const TopKParams& params);
-void top_k_cuda(const TopKParams& params, void* workspace, void* stream);
-
 }  // namespace hetkv

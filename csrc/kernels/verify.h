@@ -1,6 +1,6 @@
 // Checks of blocks: place, alignment, padding, checksum, non-finite values. Parameters and entry points.
 //
-// VerifyParams is the kernel ABI: CPU and CUDA take the same struct, already checked. A kernel owns nothing and keeps nothing. A block
+// VerifyParams is the kernel ABI, already checked; CUDA kernels are to take the same struct. A kernel owns nothing and keeps nothing. A block
 // that is not inside the arena is not read; it gets kBlockOutside and nothing else.
 #pragma once
 

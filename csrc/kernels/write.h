@@ -1,8 +1,8 @@
 // Writing the new rows of a step into blocks: optional RMS norm, optional rotation, conversion or quantisation. Parameters and entry
 // points.
 //
-// WriteParams is the kernel ABI: CPU and CUDA take the same struct, already checked. A kernel owns nothing and keeps nothing. The
-// memory behind the pointers must outlive the call (CUDA: until the stream reaches it).
+// WriteParams is the kernel ABI, already checked; CUDA kernels are to take the same struct. A kernel owns nothing and keeps nothing. The
+// memory behind the pointers must outlive the call.
 //
 // Input row i has `heads` vectors of `target.width` values. Each is normed over its width, rotated with row i of cos and sin, rounded
 // to the stored format, and stored at slot slots[i]: the heads of a slot one after the other. Packed formats have one head.
@@ -43,10 +43,6 @@ std::int64_t find_bad_write_slot(const WriteParams& params) noexcept;
 
 // Writes rows [begin, end). Every slot must be good. Thread-safe over disjoint rows with distinct slots; allocates nothing.
 void write_rows_cpu(const WriteParams& params, std::int64_t begin, std::int64_t end) noexcept;
-
-// Enqueues all rows on `stream` (a cudaStream_t of the current device); bad slots are skipped. Throws CudaError if the launch failed.
-// Thread-safe, allocates nothing, does not block.
-void write_rows_cuda(const WriteParams& params, void* stream);
 
 inline constexpr int kMaxWriteWidth = 1024;  // values of a head: the kernels' scratch
 

@@ -22,8 +22,7 @@ std::optional<std::array<WriteParams, 2>> write_key_value_params(
     const std::string& entry_format, const OptionalTensor& cos, const OptionalTensor& sin, bool rope_interleaved,
     bool rope_trailing);
 
-// The ops. CPU: a bad slot is an ArgumentError before any byte is written; parallel over rows. CUDA: enqueued on torch's current
-// stream of the tensors' device; bad slots are skipped.
+// The ops. CPU: a bad slot is an ArgumentError before any byte is written; parallel over rows.
 void write_rows_cpu(torch::stable::Tensor arena, torch::stable::Tensor rows, torch::stable::Tensor slots,
                     std::int64_t rows_per_block, std::int64_t section_offset, std::string entry_format, std::int64_t scale_offset,
                     OptionalTensor norm_weight, double norm_eps, OptionalTensor cos, OptionalTensor sin, bool rope_interleaved,

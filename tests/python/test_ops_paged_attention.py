@@ -164,6 +164,26 @@ def test_rows_that_slid_out_of_the_window_may_be_anything() -> None:
     batch.check(batch.queries([18]), [18], window=32)
 
 
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize(("counts", "window", "token"), [(18, 0, 99), (18, 0, 90), (40, 32, 30), (40, 32, 64)])
+@pytest.mark.parametrize("group", [1, 2, 3])
+def test_a_value_that_a_token_does_not_see_may_be_anything(bad: float, counts: int, window: int, token: int, group: int) -> None:
+    """A value that is not finite reaches the tokens that see it, and leaves the bits of the others in the same step alone."""
+    batch = Batch([100], heads=2 * group, kv_heads=2, rows_per_block=8)
+    query = batch.queries([counts])
+    before, before_lse = batch.run(query, [counts], window=window)
+    start = int(batch.table[0, token // 8]) * 256 + batch.values.offset + (token % 8) * 2 * batch.dim * 4
+    batch.world.arena[start : start + 2 * batch.dim * 4].view(torch.float32).fill_(bad)
+    out, lse = batch.run(query, [counts], window=window)
+    positions = torch.arange(100 - counts, 100)
+    sees = (positions >= token) & (positions < token + (window or 100))
+    assert bool(sees.any())
+    assert not bool(sees.all())
+    assert torch.equal(out[~sees], before[~sees])
+    assert not bool(out[sees].isfinite().any())
+    assert torch.equal(lse, before_lse)
+
+
 def test_padding_and_an_empty_batch() -> None:
     batch = Batch([20, 30])
     query = batch.queries([1, 1, 3])

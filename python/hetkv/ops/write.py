@@ -46,7 +46,7 @@ def write_rows(
         rope_trailing: the last ``rope`` values are rotated; else the first.
 
     Raises:
-        ValueError: a wrong argument; on the CPU also a slot outside the arena, before anything is written. CUDA skips such slots.
+        ValueError: a wrong argument; on the CPU also a slot outside the arena, before anything is written.
     """
     torch.ops.hetkv.write_rows(
         arena,

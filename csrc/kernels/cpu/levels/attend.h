@@ -2,7 +2,7 @@
 //
 // Query rows are lanes: the tile is stored transposed, [dim][rows], so scores, maxima and sums are vertical, and a key row is read as it
 // lies. What a row gets depends on the order of its own visible keys and on where chunks begin, never on the rows beside it: keys that
-// a row does not see add exactly 0. Chunk boundaries come from the caller.
+// a row does not see are left out. Chunk boundaries come from the caller.
 #pragma once
 
 #include <cstdint>
@@ -129,19 +129,45 @@ inline void weigh_chunk(Tile& tile, const Chunk& chunk, float* alpha) {
   }
 }
 
-// out[r][d..] = out * alpha + sum over keys of weight[k][r] * value[k][d..], kRows rows and kVectors vectors at once.
+// sums[r] += weight[k][row + r] * value[k][d..] for keys [begin, end), kRows rows and kVectors vectors at once.
+template <int kRows, int kVectors>
+inline void add_keys(Float (*sums)[std::size_t{kVectors}], const Tile& tile, const Chunk& chunk, int row, int d, int begin,
+                     int end) {
+  for (int k = begin; k < end; ++k) {
+    Float values[std::size_t{kVectors}];
+    for (int v = 0; v < kVectors; ++v) values[v] = load_float(chunk.value[k] + d + v * kLanes);
+    for (int r = 0; r < kRows; ++r) {
+      const Float weight = splat(tile.scores[k * tile.rows + row + r]);
+      for (int v = 0; v < kVectors; ++v) sums[r][v] += weight * values[v];
+    }
+  }
+}
+
+// out[r][d..] = out * alpha + sum over the keys that row r sees. Others are left out, not weighed with 0: their values may be infinite
+// or NaN. A row's keys are added in order: those that not all rows see yet, those that all see, those that only some still see.
 template <int kRows, int kVectors>
 inline void add_values(Tile& tile, const Chunk& chunk, const float* alpha, int row, int d) {
   Float sums[std::size_t{kRows}][std::size_t{kVectors}];
   for (int r = 0; r < kRows; ++r) {
     for (int v = 0; v < kVectors; ++v) sums[r][v] = load_float(tile.out + (row + r) * tile.dim + d + v * kLanes) * alpha[row + r];
   }
-  for (int k = 0; k < chunk.count; ++k) {
-    Float values[std::size_t{kVectors}];
-    for (int v = 0; v < kVectors; ++v) values[v] = load_float(chunk.value[k] + d + v * kLanes);
+  if (chunk.first == nullptr) {
+    add_keys<kRows, kVectors>(sums, tile, chunk, row, d, 0, chunk.count);
+  } else {
+    int begin = 0, end = chunk.count;  // keys that all of the rows see
     for (int r = 0; r < kRows; ++r) {
-      const Float weight = splat(tile.scores[k * tile.rows + row + r]);
-      for (int v = 0; v < kVectors; ++v) sums[r][v] += weight * values[v];
+      if (chunk.first[row + r] > begin) begin = chunk.first[row + r];
+      if (chunk.last[row + r] < end) end = chunk.last[row + r];
+    }
+    if (end < begin) end = begin;
+    for (int r = 0; r < kRows; ++r) {
+      const int last = chunk.last[row + r];
+      add_keys<1, kVectors>(sums + r, tile, chunk, row + r, d, chunk.first[row + r], last < begin ? last : begin);
+    }
+    add_keys<kRows, kVectors>(sums, tile, chunk, row, d, begin, end);
+    for (int r = 0; r < kRows; ++r) {
+      const int first = chunk.first[row + r];
+      add_keys<1, kVectors>(sums + r, tile, chunk, row + r, d, first > end ? first : end, chunk.last[row + r]);
     }
   }
   for (int r = 0; r < kRows; ++r) {
