@@ -17,6 +17,7 @@ NARROWER = hetkv.ops.CPU_LEVELS[: hetkv.ops.CPU_LEVELS.index(hetkv.ops.cpu_level
 
 
 @pytest.mark.skipif(not NARROWER, reason="this process runs at the narrowest level already")
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("level", NARROWER)
 def test_ops_at_a_narrower_level(level: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "not opcheck and not refusals", *FILES]
