@@ -5,8 +5,9 @@
 // rotate); the digest mixes the sum of all mixed lanes with the length. The sum has no order, so lanes and segments may be computed in
 // any.
 //
-// What it promises: a change within one aligned 8-byte word is detected for certain; any other, but with probability 2^-64 for data
-// that does not know the constants. It is an integrity check against faults, not a signature.
+// What it promises: a change within one aligned 8-byte word is detected for certain. Unrelated contents have the same checksum with
+// probability about 2^-64. Nothing is promised of chosen changes to several words: flipping bits 31 and 63 of a word and bit 31 of the
+// next word of its lane, 512 bytes on, is never noticed. It is an integrity check against faults, not a signature.
 #pragma once
 
 #include <cstddef>

@@ -73,6 +73,12 @@ Tensor verify_blocks_cpu(Tensor arena, Tensor blocks, std::int64_t block_bytes, 
       if (type < 0 || type > static_cast<std::int64_t>(FiniteType::kE4m3)) {
         refuse_argument(kOp, "finite_ranges[" + std::to_string(r) + ", 2]", std::to_string(type), "0 to 3, a type");
       }
+      constexpr std::int64_t kTypeBytes[] = {4, 2, 2, 1};
+      const std::int64_t length = params.finite_ranges[3 * r + 1] - params.finite_ranges[3 * r];
+      if (length % kTypeBytes[type] != 0) {
+        refuse_argument(kOp, "finite_ranges[" + std::to_string(r) + "]", std::to_string(length) + " bytes",
+                        "whole values of " + std::to_string(kTypeBytes[type]) + " bytes");
+      }
     }
   }
   params.arena = data_of<std::byte>(arena);

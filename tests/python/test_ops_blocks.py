@@ -94,6 +94,17 @@ def test_no_pair_of_single_bits_cancels_between_neighbouring_words_of_a_lane() -
             assert int(hetkv.ops.checksum_blocks(arena, BLOCKS[1:2], block_bytes=1024)) != before
 
 
+def test_the_blind_spot_that_the_definition_states() -> None:
+    """Three bits in two words of a lane cancel whatever the data: no stronger promise may be written down."""
+    arena = arena_of(8192)
+    before = hetkv.ops.checksum_blocks(arena, BLOCKS[1:2], block_bytes=8192)
+    words = arena.view(torch.int64)
+    words[5] ^= -(2**63) | 1 << 31
+    assert not torch.equal(before, hetkv.ops.checksum_blocks(arena, BLOCKS[1:2], block_bytes=8192))
+    words[5 + 64] ^= 1 << 31
+    assert torch.equal(before, hetkv.ops.checksum_blocks(arena, BLOCKS[1:2], block_bytes=8192))
+
+
 def test_lengths_differ_even_for_zeros() -> None:
     arena = torch.zeros(8192, dtype=torch.uint8)
     sums = {int(hetkv.ops.checksum_blocks(arena, BLOCKS[1:2], block_bytes=n)) for n in range(1, 600)}
@@ -216,6 +227,7 @@ def test_copy_refusals_write_nothing(source: Tensor, target: Tensor, settings_: 
         ({"zero_ranges": torch.tensor([[0, 600]])}, r"zero_ranges\[0\]"),
         ({"finite_ranges": torch.tensor([[4, 2, 0]])}, r"finite_ranges\[0\]"),
         ({"finite_ranges": torch.tensor([[0, 4, 9]])}, r"finite_ranges\[0, 2\] = 9"),
+        ({"finite_ranges": torch.tensor([[1, 5, 0], [0, 3, 1]])}, r"finite_ranges\[1\] = 3 bytes"),
         ({"checksums": torch.zeros(2, dtype=torch.int64)}, r"checksums.size\(0\)"),
         ({"blocks": BLOCKS.long()}, "blocks.dtype"),
     ],

@@ -72,8 +72,9 @@ def verify_blocks(
 def checksum_blocks(arena: Tensor, blocks: Tensor, *, block_bytes: int) -> Tensor:
     """The 64-bit checksum of every block, int64 ``[n]``: the same on every machine, and that of persisted blocks.
 
-    A change within one aligned 8-byte word is detected for certain, any other except with probability 2^-64. It guards against
-    faults, not against people. ValueError for a block outside the arena (CPU).
+    A change within one aligned 8-byte word is detected for certain; unrelated contents agree with probability about 2^-64. Some
+    fixed changes to several words 512 bytes apart are never noticed: it guards against faults, not against people.
+    ValueError for a block outside the arena (CPU).
     """
     sums: Tensor = torch.ops.hetkv.checksum_blocks(arena, blocks, block_bytes=block_bytes)
     return sums
