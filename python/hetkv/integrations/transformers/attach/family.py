@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from ..state import UnsupportedModelError
+
 if TYPE_CHECKING:
     from .... import Cache
     from .paged_cache import PagedCache
@@ -34,7 +36,7 @@ class AttachedFamily(ABC):
 
     def write_key_value(self, step: PagedCache, layer: int, key: Tensor, value: Tensor) -> None:
         """Rows that the stock attention hands to `cache.update`: [batch, heads, tokens, head dim]."""
-        raise NotImplementedError(f"{type(self).__name__} does not go through cache.update")
+        raise UnsupportedModelError(f"{type(self).__name__} writes its rows itself, not through cache.update")
 
     def ring_biases(self) -> dict[str, Tensor]:
         """Tail group with overlap to float32 [layers, ratio, 2 * width]; empty without such groups."""
