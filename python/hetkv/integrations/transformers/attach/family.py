@@ -34,7 +34,7 @@ class AttachedFamily(ABC):
     def remove(self) -> None:
         """Undoes `install`."""
 
-    def write_key_value(self, step: PagedCache, layer: int, key: Tensor, value: Tensor) -> None:
+    def write_key_value(self, step: PagedCache, layer: int, key: Tensor, value: Tensor) -> None:  # noqa: ARG002
         """Rows that the stock attention hands to `cache.update`: [batch, heads, tokens, head dim]."""
         raise UnsupportedModelError(f"{type(self).__name__} writes its rows itself, not through cache.update")
 
