@@ -1,7 +1,7 @@
 // The compressor: gated pooling of the raw rows of a window of `ratio` tokens into one entry, RMS norm, rotation, and storing the
 // entry in its block. Parameters and entry points.
 //
-// CompressParams is the kernel ABI, already checked; CUDA kernels are to take the same struct. A kernel owns nothing and keeps nothing. The
+// CompressParams is the kernel ABI, already checked; CPU and CUDA take the same struct. A kernel owns nothing and keeps nothing. The
 // memory behind the pointers must outlive the call.
 //
 // Token i of a step belongs to sequence b (cu_seqlens_q) and has the position seqused_k[b] - q_len + (i - cu_seqlens_q[b]). It closes
@@ -106,6 +106,10 @@ CompressProblem find_compress_problem(const CompressParams& params) noexcept;
 // ring_rows of their sequence go into the ring. Thread-safe over disjoint tokens with distinct slots; allocate nothing.
 void compress_entries_cpu(const CompressParams& params, std::int64_t begin, std::int64_t end) noexcept;
 void compress_rings_cpu(const CompressParams& params, std::int64_t begin, std::int64_t end) noexcept;
+
+// Both phases on a stream of the arena's device. Every pointer is device memory; entries whose slot is outside the arena, and sequences
+// whose ring is, are skipped. Throws CudaError if a launch is refused. Thread-safe, allocates nothing, does not block; may be captured.
+void compress_cuda(const CompressParams& params, void* stream);
 
 // The builds of cpu/levels.
 using CompressEntriesFn = void(const CompressParams&, std::int64_t, std::int64_t) noexcept;

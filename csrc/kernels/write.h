@@ -1,7 +1,7 @@
 // Writing the new rows of a step into blocks: optional RMS norm, optional rotation, conversion or quantisation. Parameters and entry
 // points.
 //
-// WriteParams is the kernel ABI, already checked; CUDA kernels are to take the same struct. A kernel owns nothing and keeps nothing. The
+// WriteParams is the kernel ABI, already checked; CPU and CUDA take the same struct. A kernel owns nothing and keeps nothing. The
 // memory behind the pointers must outlive the call.
 //
 // Input row i has `heads` vectors of `target.width` values. Each is normed over its width, rotated with row i of cos and sin, rounded
@@ -43,6 +43,10 @@ std::int64_t find_bad_write_slot(const WriteParams& params) noexcept;
 
 // Writes rows [begin, end). Every slot must be good. Thread-safe over disjoint rows with distinct slots; allocates nothing.
 void write_rows_cpu(const WriteParams& params, std::int64_t begin, std::int64_t end) noexcept;
+
+// The same on a stream of the arena's device; slots that are not good are skipped. Every pointer is device memory. Throws CudaError if
+// the launch is refused. Thread-safe, allocates nothing, does not block; may be captured.
+void write_rows_cuda(const WriteParams& params, void* stream);
 
 inline constexpr int kMaxWriteWidth = 1024;  // values of a head: the kernels' scratch
 

@@ -31,5 +31,13 @@ void compress_cpu(torch::stable::Tensor arena, torch::stable::Tensor kv, torch::
                   torch::stable::Tensor ring_table, torch::stable::Tensor slots, std::int64_t ratio, bool overlap,
                   std::int64_t ring_rows, std::int64_t ring_kv_offset, std::int64_t ring_gate_offset, std::int64_t rows_per_block,
                   std::int64_t section_offset, std::string entry_format, std::int64_t scale_offset, double norm_eps);
+// CUDA: on the current stream of the arena's device; what is outside the arena is skipped.
+void compress_cuda(torch::stable::Tensor arena, torch::stable::Tensor kv, torch::stable::Tensor gate,
+                   torch::stable::Tensor position_bias, torch::stable::Tensor norm_weight, torch::stable::Tensor cos,
+                   torch::stable::Tensor sin, torch::stable::Tensor cu_seqlens_q, torch::stable::Tensor seqused_k,
+                   torch::stable::Tensor ring_table, torch::stable::Tensor slots, std::int64_t ratio, bool overlap,
+                   std::int64_t ring_rows, std::int64_t ring_kv_offset, std::int64_t ring_gate_offset,
+                   std::int64_t rows_per_block, std::int64_t section_offset, std::string entry_format, std::int64_t scale_offset,
+                   double norm_eps);
 
 }  // namespace hetkv::ops

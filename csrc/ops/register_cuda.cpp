@@ -1,9 +1,14 @@
 // CUDA implementations of the ops in library.cpp. Built only with CUDA sources; loads under a torch without CUDA as well.
 #include <torch/csrc/stable/library.h>
 
+#include "ops/compress.h"
 #include "ops/row_copy.h"
+#include "ops/write.h"
 
 STABLE_TORCH_LIBRARY_IMPL(hetkv, CUDA, m) {
   m.impl("scatter_rows", TORCH_BOX(&hetkv::ops::scatter_rows_cuda));
   m.impl("gather_rows", TORCH_BOX(&hetkv::ops::gather_rows_cuda));
+  m.impl("write_rows", TORCH_BOX(&hetkv::ops::write_rows_cuda));
+  m.impl("write_key_value", TORCH_BOX(&hetkv::ops::write_key_value_cuda));
+  m.impl("compress", TORCH_BOX(&hetkv::ops::compress_cuda));
 }

@@ -31,5 +31,14 @@ void write_key_value_cpu(torch::stable::Tensor arena, torch::stable::Tensor key,
                          torch::stable::Tensor slots, std::int64_t rows_per_block, std::int64_t key_offset,
                          std::int64_t value_offset, std::string entry_format, OptionalTensor cos, OptionalTensor sin,
                          bool rope_interleaved, bool rope_trailing);
+// CUDA: on the current stream of the arena's device; what is outside the arena is skipped.
+void write_rows_cuda(torch::stable::Tensor arena, torch::stable::Tensor rows, torch::stable::Tensor slots,
+                     std::int64_t rows_per_block, std::int64_t section_offset, std::string entry_format,
+                     std::int64_t scale_offset, OptionalTensor norm_weight, double norm_eps, OptionalTensor cos,
+                     OptionalTensor sin, bool rope_interleaved, bool rope_trailing);
+void write_key_value_cuda(torch::stable::Tensor arena, torch::stable::Tensor key, torch::stable::Tensor value,
+                          torch::stable::Tensor slots, std::int64_t rows_per_block, std::int64_t key_offset,
+                          std::int64_t value_offset, std::string entry_format, OptionalTensor cos, OptionalTensor sin,
+                          bool rope_interleaved, bool rope_trailing);
 
 }  // namespace hetkv::ops

@@ -60,10 +60,12 @@ HETKV_HOST_DEVICE inline int scale_exponent(float amax, float largest) {
   return static_cast<int>(bits >> 23) - 127 + ((bits & 0x7fffffu) != 0 ? 1 : 0);
 }
 
-// e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives. Nearest, ties to the even code, saturating; NaN becomes 6.
+// e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives. Nearest, ties to the even code, saturating; any NaN becomes 6: machines
+// differ in the sign of a NaN that they make.
 HETKV_HOST_DEVICE inline std::uint8_t to_e2m1(float value) {
   const std::uint32_t sign = (float_bits(value) >> 28) & 8u;
   const float magnitude = float_from_bits(float_bits(value) & 0x7fffffffu);
+  if (magnitude != magnitude) return 7;
   std::uint32_t code = 7;
   if (magnitude <= 0.25f) {
     code = 0;
