@@ -17,6 +17,7 @@
 #include <cstdint>
 
 #include "kernels/paged_rows.h"
+#include "kernels/step_tokens.h"
 
 namespace hetkv {
 
@@ -54,35 +55,6 @@ HETKV_HOST_DEVICE inline std::int64_t raw_width(const CompressParams& params) {
 }
 HETKV_HOST_DEVICE inline std::int64_t raw_row_bytes(const CompressParams& params) {
   return entry_data_bytes(params.raw_format, raw_width(params));
-}
-
-// The tokens [first_token, first_token + count) of one sequence, the first of them at first_position. Empty for padding.
-struct StepTokens {
-  std::int64_t first_token = 0;
-  std::int64_t count = 0;
-  std::int64_t first_position = 0;
-};
-
-HETKV_HOST_DEVICE inline StepTokens step_tokens(const CompressParams& params, std::int64_t sequence) {
-  const std::int64_t first = params.cu_seqlens_q[sequence];
-  const std::int64_t count = params.cu_seqlens_q[sequence + 1] - first;
-  const std::int64_t position = params.seqused_k[sequence] - count;
-  const bool real = first >= 0 && count > 0 && position >= 0 && first + count <= params.num_tokens;
-  return {first, real ? count : 0, position};
-}
-
-// The sequence that a token belongs to, or num_sequences if none. cu_seqlens_q must not fall.
-HETKV_HOST_DEVICE inline std::int64_t sequence_of(const CompressParams& params, std::int64_t token) {
-  std::int64_t low = 0, high = params.num_sequences;  // the first sequence that ends behind the token
-  while (low < high) {
-    const std::int64_t middle = low + (high - low) / 2;
-    if (params.cu_seqlens_q[middle + 1] > token) {
-      high = middle;
-    } else {
-      low = middle + 1;
-    }
-  }
-  return low;
 }
 
 // Whether the kv and gate rows of a ring in this block are inside the arena. Never overflows for offsets of 32 bits.

@@ -4,7 +4,8 @@
 // or, without a list, all entries [0, floor((p + 1) / ratio)). Each head may have a sink; the output's trailing values are rotated by
 // the token's inverse rotation. Tokens of no sequence get output 0 and lse -inf.
 //
-// A token's result has the same bits whatever the step holds beside it: window rows by position, then the list in order.
+// A token's result has the same bits whatever the step holds beside it: window rows by position, then the list in order. On CUDA the
+// bits follow also from the number of splits, and so from the shapes of the step; between shapes results agree up to rounding.
 #pragma once
 
 #include <cstddef>
@@ -54,6 +55,34 @@ std::int64_t sparse_scratch_floats(const SparseAttentionParams& params) noexcept
 // Heads [head, head + kSparseTileHeads) of one token. Thread-safe over disjoint (token, heads); allocates nothing.
 void sparse_attention_cpu(const SparseAttentionParams& params, const SparseToken& token, std::int32_t head,
                           float* scratch) noexcept;
+
+// CUDA: how many parts the keys of a token are cut into, from shapes alone: enough to fill a card when tokens are few.
+inline constexpr std::int64_t kSparseSplitKeys = 320;    // a part is not made smaller
+inline constexpr std::int64_t kSparseWantedParts = 256;  // of a launch
+inline std::int64_t sparse_splits(const SparseAttentionParams& params) noexcept {
+  const auto up = [](std::int64_t value, std::int64_t unit) { return (value + unit - 1) / unit; };
+  const std::int64_t rows = std::int64_t{params.window_table.columns} << params.window_rows.block_shift;
+  std::int64_t entries = std::int64_t{params.entry_table.columns} << params.entries.block_shift;
+  if (params.selected != nullptr) entries = params.num_selected;
+  if (params.entry_table.blocks == nullptr) entries = 0;
+  const std::int64_t keys = up(rows < params.window ? rows : params.window, 64) * 64 + up(entries, 64) * 64;
+  const std::int64_t work = params.num_tokens * up(params.heads, kSparseTileHeads);
+  const std::int64_t wanted = work < kSparseWantedParts && work > 0 ? kSparseWantedParts / work : 1;
+  const std::int64_t most = up(keys, kSparseSplitKeys);
+  return most < 1 ? 1 : most < wanted ? most : wanted;
+}
+// Floats of device workspace; 0 with one split.
+inline std::int64_t sparse_workspace_floats(const SparseAttentionParams& params) noexcept {
+  const std::int64_t splits = sparse_splits(params);
+  return splits == 1 ? 0 : params.num_tokens * splits * params.heads * (kMaxSparseDim + 2);
+}
+
+// All tokens and heads, on a stream of the arena's device. Every pointer is device memory. Rows and entries outside the arena or the
+// tables, and selected entries that a token does not see, count as absent. bfloat16 and float16 of dimension 512 with rows of the same
+// type, and bfloat16 with packed rows, run on tensor cores, with weights rounded to 16 bits; everything else in float, without a promise
+// of speed. Throws CudaError if a launch is refused. Thread-safe over distinct workspaces, allocates nothing, does not block; may be
+// captured.
+void sparse_attention_cuda(const SparseAttentionParams& params, float* workspace, void* stream);
 
 // The builds of cpu/levels.
 using SparseAttentionFn = void(const SparseAttentionParams&, const SparseToken&, std::int32_t, float*) noexcept;

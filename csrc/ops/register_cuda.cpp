@@ -3,6 +3,7 @@
 
 #include "ops/compress.h"
 #include "ops/row_copy.h"
+#include "ops/sparse_attention.h"
 #include "ops/write.h"
 
 STABLE_TORCH_LIBRARY_IMPL(hetkv, CUDA, m) {
@@ -11,4 +12,5 @@ STABLE_TORCH_LIBRARY_IMPL(hetkv, CUDA, m) {
   m.impl("write_rows", TORCH_BOX(&hetkv::ops::write_rows_cuda));
   m.impl("write_key_value", TORCH_BOX(&hetkv::ops::write_key_value_cuda));
   m.impl("compress", TORCH_BOX(&hetkv::ops::compress_cuda));
+  m.impl("sparse_attention", TORCH_BOX(&hetkv::ops::sparse_attention_cuda));
 }

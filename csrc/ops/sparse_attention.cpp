@@ -14,13 +14,6 @@ using torch::stable::Tensor;
 
 constexpr const char* kOp = "sparse_attention";
 
-struct SparseTensors {
-  const Tensor &query, &arena, &window_table;
-  const OptionalTensor &entry_table, &selected;
-  const Tensor &cu_seqlens_q, &seqused_k;
-  const OptionalTensor &sinks, &cos, &sin;
-};
-
 void check_rotation(SparseAttentionParams& params, const TensorArgument& arena, const SparseTensors& t) {
   if (!t.cos && !t.sin) return;
   if (!t.cos || !t.sin) refuse_argument(kOp, t.cos ? "sin" : "cos", "None", "a tensor, where the other one is");
@@ -35,8 +28,41 @@ void check_rotation(SparseAttentionParams& params, const TensorArgument& arena, 
   params.rope = static_cast<std::int32_t>(2 * t.cos->size(1));
 }
 
-SparseAttentionParams checked_params(const SparseTensors& t, std::int64_t window, std::int64_t ratio,
-                                     const SectionArguments& window_section, const SectionArguments& entry_section) {
+void check_selected(const SparseAttentionParams& params, const SparseToken& token) {
+  const std::int64_t visible = (token.position + 1) / params.ratio;
+  const std::int32_t* const list = params.selected + token.token * params.num_selected;
+  for (std::int32_t i = 0; i < params.num_selected; ++i) {
+    if (list[i] >= -1 && list[i] < visible) continue;
+    refuse_argument(kOp, "selected[" + std::to_string(token.token) + ", " + std::to_string(i) + "]", std::to_string(list[i]),
+                    "-1, or one of the " + std::to_string(visible) + " entries that the token sees");
+  }
+}
+
+// The tokens of the step that belong to a sequence. Checks what they read.
+std::vector<SparseToken> tokens_of(const SparseAttentionParams& params, const SparseTensors& t) {
+  std::vector<SparseToken> tokens;
+  if (params.num_sequences == 0) return tokens;
+  check_sequences(kOp, params.cu_seqlens_q, params.seqused_k, params.num_sequences, params.num_tokens);
+  for (std::int64_t b = 0; b < params.num_sequences; ++b) {
+    const std::int64_t begin = params.cu_seqlens_q[b], end = params.cu_seqlens_q[b + 1], used = params.seqused_k[b];
+    if (used == 0 || begin == end) continue;
+    const std::int64_t first_position = used - (end - begin);
+    const std::int64_t first_row = std::max<std::int64_t>(0, first_position + 1 - params.window);
+    check_blocks({kOp, "window_table", t.window_table}, params.window_table, params.window_rows, b, first_row, used);
+    if (params.entry_table.blocks != nullptr)
+      check_blocks({kOp, "entry_table", *t.entry_table}, params.entry_table, params.entries, b, 0, used / params.ratio);
+    for (std::int64_t token = begin; token < end; ++token) {
+      tokens.push_back({b, token, first_position + token - begin});
+      if (params.selected != nullptr) check_selected(params, tokens.back());
+    }
+  }
+  return tokens;
+}
+
+}  // namespace
+
+SparseAttentionParams sparse_attention_params(const SparseTensors& t, std::int64_t window, std::int64_t ratio, double scale,
+                                              const SectionArguments& window_section, const SectionArguments& entry_section) {
   const TensorArgument arena{kOp, "arena", t.arena}, query{kOp, "query", t.query}, windows{kOp, "window_table", t.window_table};
   check_arena(arena);
   check_ndim(query, 3);
@@ -71,6 +97,7 @@ SparseAttentionParams checked_params(const SparseTensors& t, std::int64_t window
     check_dense({kOp, "selected", *t.selected}, arena, ScalarType::Int, {params.num_tokens, -1}, "the tokens of query");
     params.selected = data_of<std::int32_t>(*t.selected);
     params.num_selected = static_cast<std::int32_t>(t.selected->size(1));
+    if (params.num_selected == 0) params.entry_table = {};  // such a tensor has no address, and a list of none is not "all"
   }
   if (t.sinks) {
     check_dense({kOp, "sinks", *t.sinks}, arena, ScalarType::Float, {heads}, "the heads of query");
@@ -82,41 +109,18 @@ SparseAttentionParams checked_params(const SparseTensors& t, std::int64_t window
   params.seqused_k = data_of<std::int32_t>(t.seqused_k);
   params.window = static_cast<std::int32_t>(std::min<std::int64_t>(window, INT32_MAX));
   params.ratio = ratio;
+  params.scale = static_cast<float>(scale);
   return params;
 }
 
-void check_selected(const SparseAttentionParams& params, const SparseToken& token) {
-  const std::int64_t visible = (token.position + 1) / params.ratio;
-  const std::int32_t* const list = params.selected + token.token * params.num_selected;
-  for (std::int32_t i = 0; i < params.num_selected; ++i) {
-    if (list[i] >= -1 && list[i] < visible) continue;
-    refuse_argument(kOp, "selected[" + std::to_string(token.token) + ", " + std::to_string(i) + "]", std::to_string(list[i]),
-                    "-1, or one of the " + std::to_string(visible) + " entries that the token sees");
-  }
+SectionArguments window_section(std::int64_t rows_per_block, std::int64_t offset, std::int64_t scale_offset, std::string format) {
+  return {rows_per_block,          offset,          scale_offset,          std::move(format),
+          "window_rows_per_block", "window_offset", "window_scale_offset", "window_format"};
 }
-
-// The tokens of the step that belong to a sequence. Checks what they read.
-std::vector<SparseToken> tokens_of(const SparseAttentionParams& params, const SparseTensors& t) {
-  std::vector<SparseToken> tokens;
-  if (params.num_sequences == 0) return tokens;
-  check_sequences(kOp, params.cu_seqlens_q, params.seqused_k, params.num_sequences, params.num_tokens);
-  for (std::int64_t b = 0; b < params.num_sequences; ++b) {
-    const std::int64_t begin = params.cu_seqlens_q[b], end = params.cu_seqlens_q[b + 1], used = params.seqused_k[b];
-    if (used == 0 || begin == end) continue;
-    const std::int64_t first_position = used - (end - begin);
-    const std::int64_t first_row = std::max<std::int64_t>(0, first_position + 1 - params.window);
-    check_blocks({kOp, "window_table", t.window_table}, params.window_table, params.window_rows, b, first_row, used);
-    if (t.entry_table)
-      check_blocks({kOp, "entry_table", *t.entry_table}, params.entry_table, params.entries, b, 0, used / params.ratio);
-    for (std::int64_t token = begin; token < end; ++token) {
-      tokens.push_back({b, token, first_position + token - begin});
-      if (params.selected != nullptr) check_selected(params, tokens.back());
-    }
-  }
-  return tokens;
+SectionArguments entry_section(std::int64_t rows_per_block, std::int64_t offset, std::int64_t scale_offset, std::string format) {
+  return {rows_per_block,         offset,         scale_offset,         std::move(format),
+          "entry_rows_per_block", "entry_offset", "entry_scale_offset", "entry_format"};
 }
-
-}  // namespace
 
 std::tuple<Tensor, Tensor> sparse_attention_cpu(Tensor query, Tensor arena, Tensor window_table, OptionalTensor entry_table,
                                                 OptionalTensor selected, Tensor cu_seqlens_q, Tensor seqused_k,
@@ -127,13 +131,9 @@ std::tuple<Tensor, Tensor> sparse_attention_cpu(Tensor query, Tensor arena, Tens
                                                 std::string entry_format, std::int64_t entry_scale_offset, OptionalTensor sinks,
                                                 OptionalTensor cos, OptionalTensor sin) {
   const SparseTensors tensors{query, arena, window_table, entry_table, selected, cu_seqlens_q, seqused_k, sinks, cos, sin};
-  SparseAttentionParams params =
-      checked_params(tensors, window, ratio,
-                     {window_rows_per_block, window_offset, window_scale_offset, window_format, "window_rows_per_block",
-                      "window_offset", "window_scale_offset", "window_format"},
-                     {entry_rows_per_block, entry_offset, entry_scale_offset, entry_format, "entry_rows_per_block",
-                      "entry_offset", "entry_scale_offset", "entry_format"});
-  params.scale = static_cast<float>(scale);
+  SparseAttentionParams params = sparse_attention_params(
+      tensors, window, ratio, scale, window_section(window_rows_per_block, window_offset, window_scale_offset, window_format),
+      entry_section(entry_rows_per_block, entry_offset, entry_scale_offset, entry_format));
   Tensor out = torch::stable::new_empty(query, {query.size(0), query.size(1), query.size(2)});
   Tensor lse = torch::stable::new_empty(query, {query.size(0), query.size(1)}, ScalarType::Float);
   params.out = static_cast<std::byte*>(out.mutable_data_ptr());

@@ -297,6 +297,14 @@ def test_any_chunking_batch_and_number_of_threads_give_the_same_bits() -> None:
     torch.set_num_threads(before)
 
 
+def test_a_list_of_none_is_not_all_entries() -> None:
+    routed = Routed([64])
+    query = routed.world.randn(1, 5, 24)
+    empty, holes = torch.empty(1, 0, dtype=torch.int32), torch.full((1, 3), -1, dtype=torch.int32)
+    for got, wanted in zip(routed.run(query, [1], empty), routed.run(query, [1], holes), strict=True):
+        assert torch.equal(got, wanted)
+
+
 def test_a_hole_in_the_selection_changes_nothing() -> None:
     routed = Routed([64])
     query = routed.world.randn(1, 5, 24)

@@ -175,6 +175,8 @@ void touch_atomic(const void* pointer, std::size_t bytes) {
                            reinterpret_cast<std::uintptr_t>(__builtin_return_address(0)), true);
 }
 
+std::size_t shared_bytes_limit() { return Machine::current == nullptr ? 0 : Machine::current->settings.shared_limit; }
+
 void run(const char* op, dim3 grid, dim3 block, std::size_t shared_bytes, const void* const* arguments, const std::size_t* sizes,
          std::size_t num_arguments, void (*call)(const void*), const void* context, std::size_t context_bytes) {
   if (Machine::current == nullptr) {

@@ -34,6 +34,20 @@ namespace hetkv {
 
 inline constexpr std::size_t kPlainSharedBytes = 48 * 1024;  // a kernel may have more only if it was asked for
 
+// Dynamic shared memory that a block may have on the current device, in bytes. Thread-safe, not a stream operation.
+inline std::size_t shared_bytes_limit(const char* op) {
+#ifdef HETKV_SIMT
+  static_cast<void>(op);
+  return ::hetkv::simt::shared_bytes_limit();
+#else
+  int device = 0, bytes = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (status != cudaSuccess) throw CudaError(op, static_cast<int>(status), cudaGetErrorString(status));
+  return static_cast<std::size_t>(bytes);
+#endif
+}
+
 // launch<kernel>("op", grid, block, shared_bytes, stream, arguments...). Throws CudaError naming the op if the launch was refused.
 // An empty grid launches nothing. Thread-safe, allocates nothing, does not block. Capture-safe: the one attribute call, at a
 // kernel's first launch with more than 48 KiB on a device, is not a stream operation.

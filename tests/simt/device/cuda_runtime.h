@@ -78,6 +78,7 @@ enum class BlockVote : std::uint8_t { kNone, kCount, kAnd, kOr };
 [[gnu::const]] dim3 block_size();
 [[gnu::const]] dim3 grid_size();
 std::byte* dynamic_shared();
+std::size_t shared_bytes_limit();  // of the device that the test made
 void* static_shared(const void* declaration, std::size_t bytes, std::size_t alignment);
 int barrier(BlockVote vote, int value, Site site);
 void warp_barrier(std::uint32_t mask, Site site);

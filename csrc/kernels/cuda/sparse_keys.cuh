@@ -1,0 +1,68 @@
+// The keys of a token in sparse attention, by their place: window rows by position, then entries in list order. Shared by the kernels
+// of sparse_attention.
+#pragma once
+
+#include "kernels/cuda/instructions.cuh"
+#include "kernels/sparse_attention.h"
+#include "kernels/step_tokens.h"
+
+namespace hetkv::gpu {
+
+// A token and how many keys it has of each kind. Absent keys count as places.
+struct SparseKeys {
+  std::int64_t sequence = 0;
+  std::int64_t token = 0;
+  std::int64_t first_row = 0;
+  int window_rows = 0;  // 0: the token belongs to no sequence
+  int entries = 0;
+  int visible = 0;  // entries that the token may see
+};
+
+HETKV_DEVICE_INLINE SparseKeys sparse_keys_of(const SparseAttentionParams& params, std::int64_t token) {
+  SparseKeys keys;
+  keys.token = token;
+  keys.sequence = sequence_of(params, token);
+  if (keys.sequence == params.num_sequences) return keys;
+  const StepTokens tokens = step_tokens(params, keys.sequence);
+  const std::int64_t step = token - tokens.first_token;
+  if (step < 0 || step >= tokens.count) return keys;
+  const std::int64_t position = tokens.first_position + step;
+  keys.first_row = position + 1 > params.window ? position + 1 - params.window : 0;
+  keys.window_rows = static_cast<int>(position + 1 - keys.first_row);
+  if (params.entry_table.blocks != nullptr) {
+    keys.visible = static_cast<int>((position + 1) / params.ratio);
+    keys.entries = params.selected != nullptr ? params.num_selected : keys.visible;
+  }
+  return keys;
+}
+
+// The number of the entry at a place of the list, or -1.
+HETKV_DEVICE_INLINE int listed_entry(const SparseAttentionParams& params, const SparseKeys& keys, int place) {
+  if (place >= keys.entries) return -1;
+  if (params.selected == nullptr) return place;
+  const int entry = params.selected[keys.token * params.num_selected + place];
+  return entry < keys.visible ? entry : -1;
+}
+
+// The block that holds row `row`, or -1 where there is none inside the arena.
+HETKV_DEVICE_INLINE int block_of_row(const PagedRows& rows, const BlockTable& table, std::int64_t sequence, std::int64_t row) {
+  const std::int64_t column = row >> rows.block_shift;
+  if (row < 0 || column >= table.columns) return -1;
+  const int block = table.blocks[sequence * table.stride + column];
+  return block_inside(rows, block) ? block : -1;
+}
+
+// What one head's softmax ends with: the factor of the weighted sum, and lse. All in base 2 until here; sink: natural, -inf for none.
+struct SparseFinish {
+  float factor, lse;
+};
+HETKV_DEVICE_INLINE SparseFinish finish_sparse(float largest, float sum, float sink) {
+  constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
+  if (sum == 0.0f) return {0.0f, -INFINITY};
+  const float lse = (largest + log2f(sum)) * kLn2;
+  const float above = sink * kLog2e - largest;
+  if (above > 126.0f) return {0.0f, lse};
+  return {1.0f / (sum + exp2_approx(above)), lse};
+}
+
+}  // namespace hetkv::gpu
