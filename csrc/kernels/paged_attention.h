@@ -57,21 +57,25 @@ constexpr std::int32_t attention_tile_tokens(std::int32_t group) {
   return group >= kMaxAttentionTileRows ? 1 : kMaxAttentionTileRows / group;
 }
 
-// Floats of scratch that one thread needs, and that one partial result of a split needs.
+// KV heads that one piece of work should have: with one query token a piece, as many as make long reads of a block's rows.
+std::int32_t attention_head_span(const PagedAttentionParams& params) noexcept;
+
+// Floats of scratch that one thread needs for pieces of up to attention_head_span heads, and that one head's partial result of a split
+// needs.
 std::int64_t attention_scratch_floats(const PagedAttentionParams& params) noexcept;
 std::int64_t attention_partial_floats(const PagedAttentionParams& params) noexcept;
 
-// One KV head of one tile, all its keys; writes out and lse. scratch: attention_scratch_floats. Thread-safe over disjoint
-// (tile, head); allocates nothing.
-void attend_tile_cpu(const PagedAttentionParams& params, const AttentionTile& tile, std::int32_t kv_head,
-                     float* scratch) noexcept;
+// KV heads [first_head, first_head + num_heads) of one tile, all their keys; writes out and lse. scratch: attention_scratch_floats.
+// Thread-safe over disjoint (tile, head); allocates nothing. How heads are put together does not show in the result.
+void attend_tile_cpu(const PagedAttentionParams& params, const AttentionTile& tile, std::int32_t first_head,
+                     std::int32_t num_heads, float* scratch) noexcept;
 
-// The same work cut: split `split` (keys from kAttentionSplit * split on) into `partial`, then all partials merged in order. The result
-// is that of attend_tile_cpu, bit for bit.
-void attend_split_cpu(const PagedAttentionParams& params, const AttentionTile& tile, std::int32_t kv_head, std::int32_t split,
-                      float* partial, float* scratch) noexcept;
+// The same work cut: split `split` (keys from kAttentionSplit * split on) into `partials`, attention_partial_floats for each head; then
+// all partials of a head merged in order. The result is that of attend_tile_cpu, bit for bit.
+void attend_split_cpu(const PagedAttentionParams& params, const AttentionTile& tile, std::int32_t first_head,
+                      std::int32_t num_heads, std::int32_t split, float* partials, float* scratch) noexcept;
 void combine_splits_cpu(const PagedAttentionParams& params, const AttentionTile& tile, std::int32_t kv_head,
-                        std::int32_t first_split, std::int32_t num_splits, const float* partials, float* scratch) noexcept;
+                        std::int32_t num_splits, const float* const* partials, float* scratch) noexcept;
 
 // First key that the tile reads, and one past the last.
 HETKV_HOST_DEVICE inline std::int64_t first_key(const PagedAttentionParams& params, std::int64_t position) {
@@ -79,11 +83,11 @@ HETKV_HOST_DEVICE inline std::int64_t first_key(const PagedAttentionParams& para
 }
 
 // The builds of cpu/levels.
-using AttendTileFn = void(const PagedAttentionParams&, const AttentionTile&, std::int32_t, float*) noexcept;
-using AttendSplitFn = void(const PagedAttentionParams&, const AttentionTile&, std::int32_t, std::int32_t, float*,
+using AttendTileFn = void(const PagedAttentionParams&, const AttentionTile&, std::int32_t, std::int32_t, float*) noexcept;
+using AttendSplitFn = void(const PagedAttentionParams&, const AttentionTile&, std::int32_t, std::int32_t, std::int32_t, float*,
                            float*) noexcept;
-using CombineSplitsFn = void(const PagedAttentionParams&, const AttentionTile&, std::int32_t, std::int32_t, std::int32_t,
-                             const float*, float*) noexcept;
+using CombineSplitsFn = void(const PagedAttentionParams&, const AttentionTile&, std::int32_t, std::int32_t, const float* const*,
+                             float*) noexcept;
 namespace portable {
 AttendTileFn attend_tile;
 AttendSplitFn attend_split;

@@ -12,7 +12,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr std::int64_t kFewItems = 8;  // per step: below that, work is cut at splits as well
+constexpr std::int64_t kFewItems = 8;  // pieces of a step: below that, work is cut at splits as well
 
 PagedAttentionParams checked_params(const TensorArgument& query, const TensorArgument& arena, const TensorArgument& table,
                                     const TensorArgument& cu_seqlens_q, const TensorArgument& seqused_k, std::int64_t kv_heads,
@@ -71,49 +71,67 @@ std::vector<AttentionTile> tiles_of(const PagedAttentionParams& params) {
   return tiles;
 }
 
+// KV heads of a piece of work, where there are `pieces` per KV head: several, unless threads would be idle.
+std::int32_t head_span(const PagedAttentionParams& params, std::size_t pieces) {
+  const std::int32_t span = attention_head_span(params);
+  const auto spans = static_cast<std::size_t>((params.kv_heads + span - 1) / span),
+             threads = std::size_t{torch::stable::get_num_threads()};
+  return threads == 1 || pieces * spans >= 2 * threads ? span : 1;
+}
+
 void attend_whole(const PagedAttentionParams& params, const std::vector<AttentionTile>& tiles) {
-  const auto items = static_cast<std::int64_t>(tiles.size()) * params.kv_heads;
-  torch::stable::parallel_for(0, items, 1, [&](std::int64_t begin, std::int64_t end) {
+  const std::int32_t span = head_span(params, tiles.size());
+  const std::int64_t spans = (params.kv_heads + span - 1) / span;
+  torch::stable::parallel_for(0, static_cast<std::int64_t>(tiles.size()) * spans, 1, [&](std::int64_t begin, std::int64_t end) {
     std::vector<float> scratch(static_cast<std::size_t>(attention_scratch_floats(params)));
     for (std::int64_t item = begin; item < end; ++item) {
-      const AttentionTile& tile = tiles[static_cast<std::size_t>(item / params.kv_heads)];
-      attend_tile_cpu(params, tile, static_cast<std::int32_t>(item % params.kv_heads), scratch.data());
+      const auto head = static_cast<std::int32_t>(item % spans) * span;
+      attend_tile_cpu(params, tiles[static_cast<std::size_t>(item / spans)], head, std::min(span, params.kv_heads - head),
+                      scratch.data());
     }
   });
 }
 
+// One split of one tile.
 struct Piece {
   std::size_t tile;
-  std::int32_t kv_head, split;
+  std::int32_t split;
 };
 
 void attend_in_splits(const PagedAttentionParams& params, const std::vector<AttentionTile>& tiles) {
   std::vector<Piece> pieces;
-  std::vector<std::size_t> firsts;  // of each (tile, head), then the end
+  std::vector<std::size_t> firsts;  // of each tile, then the end
   for (std::size_t t = 0; t < tiles.size(); ++t) {
     const auto first = static_cast<std::int32_t>(first_key(params, tiles[t].position) / kAttentionSplit);
     const auto last = static_cast<std::int32_t>((tiles[t].position + tiles[t].count - 1) / kAttentionSplit);
-    for (std::int32_t head = 0; head < params.kv_heads; ++head) {
-      firsts.push_back(pieces.size());
-      for (std::int32_t split = first; split <= last; ++split) pieces.push_back({t, head, split});
-    }
+    firsts.push_back(pieces.size());
+    for (std::int32_t split = first; split <= last; ++split) pieces.push_back({t, split});
   }
   firsts.push_back(pieces.size());
-  const auto stride = static_cast<std::size_t>(attention_partial_floats(params));
-  std::vector<float> partials(pieces.size() * stride);
-  torch::stable::parallel_for(0, static_cast<std::int64_t>(pieces.size()), 1, [&](std::int64_t begin, std::int64_t end) {
+  const std::int32_t span = head_span(params, pieces.size());
+  const std::int64_t spans = (params.kv_heads + span - 1) / span;
+  const auto stride = static_cast<std::size_t>(attention_partial_floats(params)),
+             heads = static_cast<std::size_t>(params.kv_heads);
+  std::vector<float> partials(pieces.size() * heads * stride);
+  const auto partial = [&](std::size_t piece, std::size_t head) { return partials.data() + (piece * heads + head) * stride; };
+  torch::stable::parallel_for(0, static_cast<std::int64_t>(pieces.size()) * spans, 1, [&](std::int64_t begin, std::int64_t end) {
     std::vector<float> scratch(static_cast<std::size_t>(attention_scratch_floats(params)));
-    for (auto i = static_cast<std::size_t>(begin); i < static_cast<std::size_t>(end); ++i) {
-      attend_split_cpu(params, tiles[pieces[i].tile], pieces[i].kv_head, pieces[i].split, partials.data() + i * stride,
-                       scratch.data());
+    for (std::int64_t item = begin; item < end; ++item) {
+      const auto i = static_cast<std::size_t>(item / spans);
+      const auto head = static_cast<std::int32_t>(item % spans) * span;
+      attend_split_cpu(params, tiles[pieces[i].tile], head, std::min(span, params.kv_heads - head), pieces[i].split,
+                       partial(i, static_cast<std::size_t>(head)), scratch.data());
     }
   });
   std::vector<float> scratch(static_cast<std::size_t>(attention_scratch_floats(params)));
-  for (std::size_t item = 0; item + 1 < firsts.size(); ++item) {
-    const Piece& piece = pieces[firsts[item]];
-    combine_splits_cpu(params, tiles[piece.tile], piece.kv_head, piece.split,
-                       static_cast<std::int32_t>(firsts[item + 1] - firsts[item]), partials.data() + firsts[item] * stride,
-                       scratch.data());
+  std::vector<const float*> of_head;
+  for (std::size_t t = 0; t < tiles.size(); ++t) {
+    for (std::size_t head = 0; head < heads; ++head) {
+      of_head.clear();
+      for (std::size_t piece = firsts[t]; piece < firsts[t + 1]; ++piece) of_head.push_back(partial(piece, head));
+      combine_splits_cpu(params, tiles[t], static_cast<std::int32_t>(head), static_cast<std::int32_t>(of_head.size()),
+                         of_head.data(), scratch.data());
+    }
   }
 }
 
@@ -156,7 +174,8 @@ std::tuple<Tensor, Tensor> paged_attention_cpu(Tensor query, Tensor arena, Tenso
     check_blocks(table, params.table, params.keys, tile.sequence, begin, end);
     check_blocks(table, params.table, params.values, tile.sequence, begin, end);
   }
-  if (static_cast<std::int64_t>(tiles.size()) * params.kv_heads < kFewItems) {
+  const std::int32_t span = attention_head_span(params);
+  if (static_cast<std::int64_t>(tiles.size()) * ((params.kv_heads + span - 1) / span) < kFewItems) {
     attend_in_splits(params, tiles);
   } else {
     attend_whole(params, tiles);

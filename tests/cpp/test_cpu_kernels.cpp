@@ -153,7 +153,7 @@ TEST_P(CpuKernels, PagedAttentionAgainstDouble) {
       std::vector<float> scratch(static_cast<std::size_t>(attention_scratch_floats(params)));
       const AttentionTile tile{0, 0, tokens - queries, static_cast<std::int32_t>(queries)};
       for (std::int32_t head = 0; head < kv_heads; ++head) {
-        level(portable::attend_tile, avx2::attend_tile, avx512::attend_tile)(params, tile, head, scratch.data());
+        level(portable::attend_tile, avx2::attend_tile, avx512::attend_tile)(params, tile, head, 1, scratch.data());
       }
       for (std::int64_t t = 0; t < queries; ++t) {
         for (std::int32_t h = 0; h < heads; ++h) {

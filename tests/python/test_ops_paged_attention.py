@@ -109,7 +109,7 @@ def test_ragged_batches_against_the_reference(data: st.DataObject) -> None:
         lengths,
         heads=kv_heads * group,
         kv_heads=kv_heads,
-        dim=data.draw(st.sampled_from([1, 8, 16, 40, 72])),
+        dim=data.draw(st.sampled_from([1, 8, 16, 40, 64, 72, 96])),
         entry_format=data.draw(st.sampled_from(["float32", "bfloat16", "float16"])),
         rows_per_block=data.draw(st.sampled_from([1, 4, 16])),
         shared=data.draw(st.booleans()),
@@ -155,6 +155,20 @@ def test_any_chunking_batch_and_number_of_threads_give_the_same_bits(window: int
                 done = end
             assert done == 300
     torch.set_num_threads(before)
+
+
+# One token alone and few heads a group: keys are lanes. In a longer step, query rows are. (1, 5): rows are padded to 8.
+@pytest.mark.parametrize("entry_format", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("kv_heads", "group"), [(1, 1), (3, 2), (2, 4), (1, 5), (2, 8)])
+def test_a_token_alone_has_the_bits_of_a_long_step(entry_format: str, kv_heads: int, group: int) -> None:
+    batch = Batch([1090], heads=kv_heads * group, kv_heads=kv_heads, dim=64, entry_format=entry_format, rows_per_block=16)
+    query = batch.queries([80])
+    for more in ({}, {"window": 70, "softcap": 5.0, "sinks": batch.world.randn(batch.heads)}):
+        whole, whole_lse = batch.run(query, [80], **more)
+        for token in (0, 13, 14, 15, 78, 79):  # 1010, ..., 1024 keys, and so on: splits and chunks that begin, end, or are whole
+            out, lse = batch.run(query[token : token + 1].contiguous(), [1], [1011 + token], **more)
+            assert torch.equal(out[0], whole[token])
+            assert torch.equal(lse[0], whole_lse[token])
 
 
 def test_rows_that_slid_out_of_the_window_may_be_anything() -> None:

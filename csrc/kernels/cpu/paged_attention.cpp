@@ -20,27 +20,36 @@ std::int64_t attention_partial_floats(const PagedAttentionParams& params) noexce
   return tile_rows(params) * (round_up(params.dim) + 2);
 }
 
+std::int32_t attention_head_span(const PagedAttentionParams& params) noexcept {
+  constexpr std::int64_t kLongRead = 4096;
+  const std::int64_t span = kLongRead / entry_data_bytes(params.keys.format, params.dim);
+  return static_cast<std::int32_t>(span < 1 ? 1 : span < params.kv_heads ? span : params.kv_heads);
+}
+
 std::int64_t attention_scratch_floats(const PagedAttentionParams& params) noexcept {
-  constexpr std::int64_t kChunk = 64;
-  const std::int64_t rows = tile_rows(params), dim = round_up(params.dim);
-  // query, scores, two running results (of all splits, and of one), and a chunk of keys and values as floats
-  return rows * dim + kChunk * rows + 2 * rows * (dim + 2) + 2 * kChunk * dim + 4 * kWidestVector;
+  constexpr std::int64_t kChunk = 64, kFewRows = 8;
+  const std::int64_t rows = tile_rows(params), dim = round_up(params.dim), span = attention_head_span(params);
+  // One head: query, scores, two running results (of all splits, and of one), and a chunk of keys and values as floats.
+  const std::int64_t one = rows * dim + kChunk * rows + 2 * rows * (dim + 2) + 2 * kChunk * dim + 4 * kWidestVector;
+  const std::int64_t few = span * (kFewRows * dim + 2 * kWidestVector * (dim + 2));  // queries, two running results
+  return one > few ? one : few;
 }
 
-void attend_tile_cpu(const PagedAttentionParams& params, const AttentionTile& tile, std::int32_t kv_head,
-                     float* scratch) noexcept {
-  pick_level(portable::attend_tile, avx2::attend_tile, avx512::attend_tile)(params, tile, kv_head, scratch);
+void attend_tile_cpu(const PagedAttentionParams& params, const AttentionTile& tile, std::int32_t first_head,
+                     std::int32_t num_heads, float* scratch) noexcept {
+  pick_level(portable::attend_tile, avx2::attend_tile, avx512::attend_tile)(params, tile, first_head, num_heads, scratch);
 }
 
-void attend_split_cpu(const PagedAttentionParams& params, const AttentionTile& tile, std::int32_t kv_head, std::int32_t split,
-                      float* partial, float* scratch) noexcept {
-  pick_level(portable::attend_split, avx2::attend_split, avx512::attend_split)(params, tile, kv_head, split, partial, scratch);
+void attend_split_cpu(const PagedAttentionParams& params, const AttentionTile& tile, std::int32_t first_head,
+                      std::int32_t num_heads, std::int32_t split, float* partials, float* scratch) noexcept {
+  pick_level(portable::attend_split, avx2::attend_split, avx512::attend_split)(params, tile, first_head, num_heads, split,
+                                                                               partials, scratch);
 }
 
 void combine_splits_cpu(const PagedAttentionParams& params, const AttentionTile& tile, std::int32_t kv_head,
-                        std::int32_t first_split, std::int32_t num_splits, const float* partials, float* scratch) noexcept {
-  pick_level(portable::combine_splits, avx2::combine_splits, avx512::combine_splits)(params, tile, kv_head, first_split,
-                                                                                     num_splits, partials, scratch);
+                        std::int32_t num_splits, const float* const* partials, float* scratch) noexcept {
+  pick_level(portable::combine_splits, avx2::combine_splits, avx512::combine_splits)(params, tile, kv_head, num_splits, partials,
+                                                                                     scratch);
 }
 
 }  // namespace hetkv

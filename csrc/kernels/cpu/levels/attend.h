@@ -88,9 +88,9 @@ inline Float tanh(Float x) {
 }
 
 // scores -> softcap * tanh(scores / softcap), where scores carry a factor log2(e).
-inline void cap_scores(Tile& tile, int count, float softcap) {
+inline void cap_scores(float* scores, int count, float softcap) {
   const float in = 1.0f / (softcap * kLog2e), out = softcap * kLog2e;
-  for (int i = 0; i < count * tile.rows; i += kLanes) store(tile.scores + i, tanh(load_float(tile.scores + i) * in) * out);
+  for (int i = 0; i < count; i += kLanes) store(scores + i, tanh(load_float(scores + i) * in) * out);
 }
 
 inline Float row_vector(const std::int32_t* from, int row) { return __builtin_convertvector(load<Int>(from + row), Float); }
@@ -186,7 +186,7 @@ inline void add_all_values(Tile& tile, const Chunk& chunk, const float* alpha, i
 inline void attend(Tile& tile, const Chunk& chunk, int real_rows, float softcap) {
   float alpha[kMaxTileRows + 16];
   score_chunk(tile.query, tile.rows, tile.dim, chunk.key, chunk.count, tile.scores);
-  if (softcap > 0.0f) cap_scores(tile, chunk.count, softcap);
+  if (softcap > 0.0f) cap_scores(tile.scores, chunk.count * tile.rows, softcap);
   weigh_chunk(tile, chunk, alpha);
   int row = 0;
   for (; row + 4 <= real_rows; row += 4) add_all_values<4>(tile, chunk, alpha, row);

@@ -1,6 +1,7 @@
 #include "kernels/paged_attention.h"
 
 #include "kernels/cpu/levels/attend.h"
+#include "kernels/cpu/levels/attend_few.h"
 #include "kernels/cpu/levels/entry_store.h"
 #include "kernels/cpu/levels/query_rows.h"
 
@@ -8,6 +9,16 @@ namespace hetkv::HETKV_LEVEL {
 namespace {
 
 constexpr std::int64_t kPrefetchKeys = 16;
+
+// One head of one token: out[padded_dim], not yet divided, is used up.
+inline void write_vector(const PagedAttentionParams& params, std::int64_t token, int head, float largest, float sum, float* out,
+                         int padded_dim) {
+  const std::int64_t vector = token * params.heads + head;
+  const Finish end = finish(largest, sum, params.sinks == nullptr ? -__builtin_inff() : params.sinks[head]);
+  for (int d = 0; d < padded_dim; d += kLanes) store(out + d, load_float(out + d) * end.factor);
+  store_plain(out, params.query_format, params.dim, params.out + vector * entry_data_bytes(params.query_format, params.dim));
+  params.lse[vector] = end.lse;
+}
 
 // One KV head of one tile: the softmax so far, and the scratch to make chunks of keys in.
 struct Work {
@@ -118,49 +129,158 @@ struct Work {
   }
 
   void write_results() {
-    const std::int64_t vector_bytes = entry_data_bytes(params.query_format, params.dim);
     for (int row = 0; row < real_rows; ++row) {
-      const int head = kv_head * group + row % group;
-      const std::int64_t vector = (tile.token + row / group) * params.heads + head;
-      const float sink = params.sinks == nullptr ? -__builtin_inff() : params.sinks[head];
-      const Finish end = finish(total.largest[row], total.sums[row], sink);
-      float* const out = total.out + row * total.dim;
-      for (int d = 0; d < total.dim; d += kLanes) store(out + d, load_float(out + d) * end.factor);
-      store_plain(out, params.query_format, params.dim, params.out + vector * vector_bytes);
-      params.lse[vector] = end.lse;
+      write_vector(params, tile.token + row / group, kv_head * group + row % group, total.largest[row], total.sums[row],
+                   total.out + row * total.dim, total.dim);
     }
   }
 };
 
-}  // namespace
+// KV heads [first, first + count) of a tile of one token and few rows. Rows of blocks are read whole: heads are the inner loop.
+struct Heads {
+  std::int32_t first, count;
+};
 
-void attend_split(const PagedAttentionParams& params, const AttentionTile& tile, std::int32_t kv_head, std::int32_t split,
-                  float* partial, float* scratch) noexcept {
+bool few_rows(const PagedAttentionParams& params, const AttentionTile& tile) {
+  return tile.count == 1 && params.heads / params.kv_heads <= kFewRows && params.dim % kFewDimUnit == 0;
+}
+
+// A softmax that runs, as attend_split leaves it: largest[padded], sums[padded], out[padded][dim].
+struct FewState {
+  float *largest, *sums, *out;
+  FewState(float* from, int group) : largest(from), sums(from + padded_rows(group)), out(from + 2 * padded_rows(group)) {}
+};
+
+class FewWork {
+ public:
+  // scratch: count * few_rows_padded(group) * dim floats.
+  FewWork(const PagedAttentionParams& params, const AttentionTile& tile, Heads heads, float* scratch)
+      : params_(params), tile_(tile), heads_(heads), group_(params.heads / params.kv_heads),
+        head_bytes_(params.keys.data_bytes / params.kv_heads), query_floats_(few_rows_padded(group_) * params.dim),
+        query_(scratch) {
+    const std::int64_t vector_bytes = entry_data_bytes(params.query_format, params.dim);
+    for (int h = 0; h < heads.count; ++h) {
+      float* const queries = query_ + h * query_floats_;
+      __builtin_memset(queries, 0, sizeof(float) * static_cast<std::size_t>(query_floats_));
+      for (int row = 0; row < group_; ++row) {
+        const std::int64_t vector = tile.token * params.heads + (heads.first + h) * group_ + row;
+        load_plain(params.query + vector * vector_bytes, params.query_format, params.dim, queries + row * params.dim);
+      }
+      for (int i = 0; i < query_floats_; i += kLanes) store(queries + i, load_float(queries + i) * (params.scale * kLog2e));
+    }
+  }
+
+  // Keys [begin, end) into the states, which are `stride` floats apart.
+  void attend_keys(float* states, std::int64_t stride, std::int64_t begin, std::int64_t end) {
+    for (int h = 0; h < heads_.count; ++h) {
+      const FewState state(states + h * stride, group_);
+      for (int row = 0; row < group_; ++row) {
+        state.largest[row] = -__builtin_inff();
+        state.sums[row] = 0.0f;
+      }
+      __builtin_memset(state.out, 0, sizeof(float) * static_cast<std::size_t>(group_) * static_cast<std::size_t>(params_.dim));
+    }
+    for (std::int64_t from = begin; from < end;) {
+      const std::int64_t boundary = (from / kChunkKeys + 1) * kChunkKeys, to = boundary < end ? boundary : end;
+      attend_chunk(states, stride, from, to, end);
+      from = to;
+    }
+  }
+
+ private:
+  void attend_chunk(float* states, std::int64_t stride, std::int64_t from, std::int64_t to, std::int64_t end) {
+    StoredChunk chunk;
+    chunk.count = static_cast<int>(to - from);
+    for (int k = 0; k < chunk.count; ++k) {
+      chunk.key[k] = row_of(params_.keys, from + k);
+      chunk.value[k] = row_of(params_.values, from + k);
+    }
+    for (int h = 0; h < heads_.count; ++h) {
+      look_ahead(chunk, h, to, end);
+      chunk.at = h * head_bytes_;
+      const FewState state(states + h * stride, group_);
+      FewRows rows{group_, params_.dim, query_ + h * query_floats_, state.largest, state.sums, state.out};
+      attend_few(rows, chunk, params_.keys.format, params_.softcap);
+    }
+  }
+
+  const std::byte* row_of(const PagedRows& rows, std::int64_t token) const {
+    return row_address(rows, params_.table, tile_.sequence, token).data + heads_.first * head_bytes_;
+  }
+
+  // The part of the next chunk that the work on head h should fetch: together, the heads go through whole rows.
+  void look_ahead(StoredChunk& chunk, int h, std::int64_t next, std::int64_t end) const {
+    const std::byte *key = nullptr, *value = nullptr;
+    int head = 0;  // of the row
+    std::int64_t token = next + h * kChunkKeys / heads_.count;
+    const int first = h * kChunkKeys % heads_.count;
+    for (int k = 0; k < kChunkKeys; ++k) {
+      if (k == 0 || head == heads_.count) {
+        const std::int64_t row = token < end ? token : end - 1;  // behind the last: a row that is there already
+        key = row_of(params_.keys, row);
+        value = row_of(params_.values, row);
+        head = k == 0 ? first : 0;
+        ++token;
+      }
+      chunk.next_key[k] = key + head * head_bytes_;
+      chunk.next_value[k] = value + head * head_bytes_;
+      ++head;
+    }
+  }
+
+  const PagedAttentionParams& params_;
+  const AttentionTile& tile_;
+  Heads heads_;
+  int group_;
+  std::int64_t head_bytes_;
+  int query_floats_;
+  float* query_;
+};
+
+void attend_few_tile(const PagedAttentionParams& params, const AttentionTile& tile, Heads heads, float* scratch) {
+  const int group = params.heads / params.kv_heads, padded = padded_rows(group);
+  const std::int64_t stride = std::int64_t{padded} * (params.dim + 2);
+  float* const totals = scratch;
+  float* const splits = totals + heads.count * stride;
+  FewWork work(params, tile, heads, splits + heads.count * stride);
+  for (int h = 0; h < heads.count; ++h) {
+    const FewState total(totals + h * stride, group);
+    Tile sums{padded, params.dim, nullptr, nullptr, total.largest, total.sums, total.out};
+    reset(sums);
+  }
+  const std::int64_t end = tile.position + 1;
+  for (std::int64_t from = first_key(params, tile.position); from < end;) {
+    const std::int64_t boundary = (from / kAttentionSplit + 1) * kAttentionSplit, to = boundary < end ? boundary : end;
+    work.attend_keys(splits, stride, from, to);
+    for (int h = 0; h < heads.count; ++h) {
+      const FewState total(totals + h * stride, group), split(splits + h * stride, group);
+      Tile sums{padded, params.dim, nullptr, nullptr, total.largest, total.sums, total.out};
+      merge(sums, group, split.largest, split.sums, split.out);
+    }
+    from = to;
+  }
+  for (int h = 0; h < heads.count; ++h) {
+    const FewState total(totals + h * stride, group);
+    for (int row = 0; row < group; ++row) {
+      write_vector(params, tile.token, (heads.first + h) * group + row, total.largest[row], total.sums[row],
+                   total.out + row * params.dim, params.dim);
+    }
+  }
+}
+
+void attend_one_split(const PagedAttentionParams& params, const AttentionTile& tile, std::int32_t kv_head, std::int64_t begin,
+                      std::int64_t end, float* partial, float* scratch) {
   Work work(params, tile, kv_head, scratch);
   work.load_queries();
   reset(work.split);
-  const std::int64_t begin = std::int64_t{split} * kAttentionSplit, end = begin + kAttentionSplit;
-  work.attend_keys(work.split, begin > work.tile_first() ? begin : work.tile_first(),
-                   end < work.tile_last() ? end : work.tile_last());
+  work.attend_keys(work.split, begin, end);
   const auto rows = static_cast<std::size_t>(work.split.rows);
   __builtin_memcpy(partial, work.split.largest, sizeof(float) * rows);
   __builtin_memcpy(partial + rows, work.split.sums, sizeof(float) * rows);
   __builtin_memcpy(partial + 2 * rows, work.split.out, sizeof(float) * rows * static_cast<std::size_t>(work.split.dim));
 }
 
-void combine_splits(const PagedAttentionParams& params, const AttentionTile& tile, std::int32_t kv_head,
-                    std::int32_t /*first_split*/, std::int32_t num_splits, const float* partials, float* scratch) noexcept {
-  Work work(params, tile, kv_head, scratch);
-  reset(work.total);
-  const std::int64_t rows = work.total.rows, stride = attention_partial_floats(params);
-  for (std::int32_t i = 0; i < num_splits; ++i) {
-    const float* const partial = partials + i * stride;
-    merge(work.total, work.real_rows, partial, partial + rows, partial + 2 * rows);
-  }
-  work.write_results();
-}
-
-void attend_tile(const PagedAttentionParams& params, const AttentionTile& tile, std::int32_t kv_head, float* scratch) noexcept {
+void attend_one_head(const PagedAttentionParams& params, const AttentionTile& tile, std::int32_t kv_head, float* scratch) {
   Work work(params, tile, kv_head, scratch);
   work.load_queries();
   reset(work.total);
@@ -171,6 +291,44 @@ void attend_tile(const PagedAttentionParams& params, const AttentionTile& tile, 
     work.attend_keys(work.split, from, to);
     merge(work.total, work.real_rows, work.split.largest, work.split.sums, work.split.out);
     from = to;
+  }
+  work.write_results();
+}
+
+}  // namespace
+
+void attend_split(const PagedAttentionParams& params, const AttentionTile& tile, std::int32_t first_head, std::int32_t num_heads,
+                  std::int32_t split, float* partials, float* scratch) noexcept {
+  const std::int64_t first = first_key(params, tile.position), last = tile.position + tile.count;
+  std::int64_t begin = std::int64_t{split} * kAttentionSplit, end = begin + kAttentionSplit;
+  begin = begin > first ? begin : first;
+  end = end < last ? end : last;
+  const std::int64_t stride = attention_partial_floats(params);
+  if (few_rows(params, tile)) {
+    FewWork(params, tile, {first_head, num_heads}, scratch).attend_keys(partials, stride, begin, end);
+    return;
+  }
+  for (std::int32_t h = 0; h < num_heads; ++h) {
+    attend_one_split(params, tile, first_head + h, begin, end, partials + h * stride, scratch);
+  }
+}
+
+void attend_tile(const PagedAttentionParams& params, const AttentionTile& tile, std::int32_t first_head, std::int32_t num_heads,
+                 float* scratch) noexcept {
+  if (few_rows(params, tile)) {
+    attend_few_tile(params, tile, {first_head, num_heads}, scratch);
+    return;
+  }
+  for (std::int32_t h = 0; h < num_heads; ++h) attend_one_head(params, tile, first_head + h, scratch);
+}
+
+void combine_splits(const PagedAttentionParams& params, const AttentionTile& tile, std::int32_t kv_head, std::int32_t num_splits,
+                    const float* const* partials, float* scratch) noexcept {
+  Work work(params, tile, kv_head, scratch);
+  reset(work.total);
+  const std::int64_t rows = work.total.rows;
+  for (std::int32_t i = 0; i < num_splits; ++i) {
+    merge(work.total, work.real_rows, partials[i], partials[i] + rows, partials[i] + 2 * rows);
   }
   work.write_results();
 }

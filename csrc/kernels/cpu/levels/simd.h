@@ -65,7 +65,17 @@ inline float max_lane(Float v) {
   return lanes[0];
 }
 
-inline Float from_bfloat16(Half bits) { return (Float)(__builtin_convertvector(bits, UInt) << 16); }
+inline UInt widen(Half bits) {  // gcc would do it by halves
+#if defined(__AVX512F__)
+  return (UInt)_mm512_cvtepu16_epi32((__m256i)bits);
+#elif defined(__AVX2__)
+  return (UInt)_mm256_cvtepu16_epi32((__m128i)bits);
+#else
+  return __builtin_convertvector(bits, UInt);
+#endif
+}
+
+inline Float from_bfloat16(Half bits) { return (Float)(widen(bits) << 16); }
 
 // Round to nearest even. NaN stays NaN.
 inline Half to_bfloat16(Float value) {
