@@ -1,6 +1,6 @@
 // The one checksum of hetkv: what verify_blocks computes on CPU and device, and what persisted sections carry.
 //
-// Bytes are read as 64-bit little-endian words, the last one filled with zeros. Segments of 512 words are cut into 64 lanes: word i of a
+// Bytes are read as 64-bit little-endian words, the last one filled with zeros. Segments of 1024 words are cut into 64 lanes: word i of a
 // segment goes to lane i mod 64. A lane starts from a seed of its own and takes each word by a bijection (xor, xorshift, multiply,
 // rotate); the digest mixes the sum of all mixed lanes with the length. The sum has no order, so lanes and segments may be computed in
 // any.
@@ -17,7 +17,7 @@
 namespace hetkv {
 
 inline constexpr int kChecksumLanes = 64;
-inline constexpr int kChecksumRounds = 8;
+inline constexpr int kChecksumRounds = 16;
 inline constexpr std::size_t kChecksumSegment = std::size_t{kChecksumLanes} * kChecksumRounds * 8;  // bytes
 inline constexpr std::uint64_t kChecksumFactor = 0x9e3779b97f4a7c15u;
 

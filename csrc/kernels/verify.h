@@ -45,8 +45,8 @@ void verify_blocks_cpu(const VerifyParams& params, std::int64_t begin, std::int6
 // base/checksum.h of some bytes, at this process's level: the same number at each. Thread-safe, allocates nothing.
 std::uint64_t checksum_cpu(const std::byte* data, std::size_t length) noexcept;
 
-// The builds of cpu/levels: sums of whole segments from number `first` on.
-using ChecksumSegmentsFn = std::uint64_t(const std::byte* data, std::uint64_t first, std::uint64_t count) noexcept;
+// The builds of cpu/levels: the sum of checksum_segment over some bytes, whose first segment has the number `first`.
+using ChecksumSegmentsFn = std::uint64_t(const std::byte* data, std::size_t length, std::uint64_t first) noexcept;
 namespace portable {
 ChecksumSegmentsFn checksum_segments;
 }

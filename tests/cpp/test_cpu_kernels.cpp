@@ -114,7 +114,7 @@ TEST_P(CpuKernels, WriteRowsOfEveryFormatTouchTheirRowOnly) {
 }
 
 TEST_P(CpuKernels, PagedAttentionAgainstDouble) {
-  for (const std::int32_t dim : {3, 16, 72}) {
+  for (const std::int32_t dim : {3, 16, 64, 72}) {
     for (const std::int32_t window : {0, 7}) {
       const std::int32_t heads = 6, kv_heads = 2;
       const std::int64_t tokens = 70, queries = 5;
@@ -180,6 +180,23 @@ TEST_P(CpuKernels, PagedAttentionAgainstDouble) {
           ASSERT_NEAR(lse[static_cast<std::size_t>(t * heads + h)], std::log(sum), 1e-4);
         }
       }
+      // The last token alone, its heads together, whole and cut: the same bits.
+      const std::vector<float> wanted(out.end() - heads * dim, out.end());
+      const AttentionTile last{0, queries - 1, tokens - 1, 1};
+      std::fill(out.begin(), out.end(), 0.0f);
+      level(portable::attend_tile, avx2::attend_tile, avx512::attend_tile)(params, last, 0, kv_heads, scratch.data());
+      EXPECT_TRUE(std::equal(wanted.begin(), wanted.end(), out.end() - heads * dim)) << "dim " << dim << ", window " << window;
+      std::fill(out.begin(), out.end(), 0.0f);
+      const auto floats = static_cast<std::size_t>(attention_partial_floats(params));
+      std::vector<float> partials(2 * floats);
+      level(portable::attend_split, avx2::attend_split, avx512::attend_split)(params, last, 0, kv_heads, 0, partials.data(),
+                                                                              scratch.data());
+      for (std::int32_t head = 0; head < kv_heads; ++head) {
+        const float* const partial = partials.data() + static_cast<std::size_t>(head) * floats;
+        level(portable::combine_splits, avx2::combine_splits, avx512::combine_splits)(params, last, head, 1, &partial,
+                                                                                      scratch.data());
+      }
+      EXPECT_TRUE(std::equal(wanted.begin(), wanted.end(), out.end() - heads * dim)) << "dim " << dim << ", window " << window;
     }
   }
 }
@@ -317,12 +334,21 @@ TEST_P(CpuKernels, CompressStaysInsideItsRows) {
   }
 }
 
-TEST_P(CpuKernels, ChecksumOfWholeSegmentsIsTheDefinition) {
+TEST_P(CpuKernels, ChecksumOfSegmentsIsTheDefinition) {
   std::vector<std::byte> data(3 * kChecksumSegment);
   for (std::size_t i = 0; i < data.size(); ++i) data[i] = static_cast<std::byte>(i * i + 7 * i);
-  std::uint64_t expected = 0;
-  for (std::uint64_t s = 0; s < 3; ++s) expected += checksum_segment(data.data() + s * kChecksumSegment, kChecksumSegment, s + 5);
-  EXPECT_EQ(level(portable::checksum_segments, avx2::checksum_segments, avx512::checksum_segments)(data.data(), 5, 3), expected);
+  for (const std::size_t length :
+       {std::size_t{0}, std::size_t{1}, std::size_t{8}, std::size_t{511}, std::size_t{512}, std::size_t{1501},
+        kChecksumSegment - 1, kChecksumSegment, 2 * kChecksumSegment + 513, 3 * kChecksumSegment}) {
+    std::uint64_t expected = 0;
+    for (std::size_t begin = 0, s = 5; begin < length; begin += kChecksumSegment, ++s) {
+      expected += checksum_segment(data.data() + begin, std::min(kChecksumSegment, length - begin), s);
+    }
+    const std::vector<std::byte> exact(data.begin(), data.begin() + static_cast<std::ptrdiff_t>(length));
+    EXPECT_EQ(level(portable::checksum_segments, avx2::checksum_segments, avx512::checksum_segments)(exact.data(), length, 5),
+              expected)
+        << length;
+  }
 }
 
 TEST_P(CpuKernels, CopiesOfAnySizeAndPlace) {
