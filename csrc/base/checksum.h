@@ -14,6 +14,13 @@
 #include <cstdint>
 #include <cstring>
 
+// The formulas run in kernels as well. Macros of kernels/host_device.h are out of reach down here.
+#ifdef __CUDACC__
+#define HETKV_CHECKSUM_FORMULA __host__ __device__ constexpr
+#else
+#define HETKV_CHECKSUM_FORMULA constexpr
+#endif
+
 namespace hetkv {
 
 inline constexpr int kChecksumLanes = 64;
@@ -21,23 +28,23 @@ inline constexpr int kChecksumRounds = 16;
 inline constexpr std::size_t kChecksumSegment = std::size_t{kChecksumLanes} * kChecksumRounds * 8;  // bytes
 inline constexpr std::uint64_t kChecksumFactor = 0x9e3779b97f4a7c15u;
 
-constexpr std::uint64_t checksum_mix(std::uint64_t x) {  // a bijection
+HETKV_CHECKSUM_FORMULA std::uint64_t checksum_mix(std::uint64_t x) {  // a bijection
   x ^= x >> 32;
   x *= 0xd6e8feb86659fd93u;
   x ^= x >> 29;
   x *= 0xa0761d6478bd642fu;
   return x ^ x >> 32;
 }
-constexpr std::uint64_t checksum_seed(std::uint64_t segment, std::uint64_t lane) {
+HETKV_CHECKSUM_FORMULA std::uint64_t checksum_seed(std::uint64_t segment, std::uint64_t lane) {
   return checksum_mix(segment * kChecksumLanes + lane + 1);
 }
-constexpr std::uint64_t checksum_round(std::uint64_t lane, std::uint64_t word) {
+HETKV_CHECKSUM_FORMULA std::uint64_t checksum_round(std::uint64_t lane, std::uint64_t word) {
   std::uint64_t x = lane ^ word;
   x ^= x >> 32;
   x *= kChecksumFactor;
   return x << 32 | x >> 32;
 }
-constexpr std::uint64_t checksum_finish(std::uint64_t sum, std::uint64_t length) {
+HETKV_CHECKSUM_FORMULA std::uint64_t checksum_finish(std::uint64_t sum, std::uint64_t length) {
   return checksum_mix(sum + checksum_mix(length));
 }
 

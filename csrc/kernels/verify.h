@@ -1,7 +1,7 @@
 // Checks of blocks: place, alignment, padding, checksum, non-finite values. Parameters and entry points.
 //
-// VerifyParams is the kernel ABI, already checked; CUDA kernels are to take the same struct. A kernel owns nothing and keeps nothing. A block
-// that is not inside the arena is not read; it gets kBlockOutside and nothing else.
+// VerifyParams and ChecksumParams are the kernel ABI, already checked, the same for CPU and CUDA. A kernel owns nothing and keeps nothing.
+// A block that is not inside the arena is not read; it gets kBlockOutside and nothing else, and 0 for a checksum.
 #pragma once
 
 #include <cstddef>
@@ -23,6 +23,10 @@ enum BlockStatus : std::int32_t {
 
 enum class FiniteType : std::int64_t { kFloat32, kFloat16, kBFloat16, kE4m3 };
 
+HETKV_HOST_DEVICE constexpr std::int64_t finite_type_bytes(FiniteType type) {
+  return type == FiniteType::kFloat32 ? 4 : type == FiniteType::kE4m3 ? 1 : 2;
+}
+
 struct VerifyParams {
   const std::byte* arena = nullptr;
   const std::int32_t* blocks = nullptr;         // [num_blocks], units of 256 bytes
@@ -39,8 +43,33 @@ struct VerifyParams {
   std::int64_t stride_alignment = 1;
 };
 
+struct ChecksumParams {
+  const std::byte* arena = nullptr;
+  const std::int32_t* blocks = nullptr;  // [num_blocks], units of 256 bytes
+  std::int64_t* checksums = nullptr;     // [num_blocks]
+  std::int64_t arena_bytes = 0;
+  std::int64_t num_blocks = 0;
+  std::int64_t block_bytes = 0;  // >= 1
+};
+
+// Whether a range lies in a block and, of finite ranges, holds whole values of a known type. The CPU op refuses others.
+HETKV_HOST_DEVICE inline bool zero_range_fits(const std::int64_t* range, std::int64_t block_bytes) {
+  return range[0] >= 0 && range[0] <= range[1] && range[1] <= block_bytes;
+}
+HETKV_HOST_DEVICE inline bool finite_range_fits(const std::int64_t* range, std::int64_t block_bytes) {
+  if (!zero_range_fits(range, block_bytes)) return false;
+  if (range[2] < 0 || range[2] > static_cast<std::int64_t>(FiniteType::kE4m3)) return false;
+  return (range[1] - range[0]) % finite_type_bytes(static_cast<FiniteType>(range[2])) == 0;
+}
+
 // Status of blocks [begin, end). Thread-safe over disjoint blocks; allocates nothing.
 void verify_blocks_cpu(const VerifyParams& params, std::int64_t begin, std::int64_t end) noexcept;
+
+// All blocks, on a stream of the arena's device. Every pointer is device memory, also the ranges: one that does not fit the block,
+// which the CPU op refuses, is a failed check of every block. Throw CudaError if the launch is refused. Thread-safe, allocate nothing, do not
+// block; may be captured.
+void verify_blocks_cuda(const VerifyParams& params, void* stream);
+void checksum_blocks_cuda(const ChecksumParams& params, void* stream);
 
 // base/checksum.h of some bytes, at this process's level: the same number at each. Thread-safe, allocates nothing.
 std::uint64_t checksum_cpu(const std::byte* data, std::size_t length) noexcept;

@@ -53,8 +53,8 @@ void check_pairs_apart(const char* op, const BlockCopyParams& params, bool one_a
   }
 }
 
-void copy(const TensorArgument& target_arena, const TensorArgument& source_arena, const TensorArgument& source,
-          const TensorArgument& target, std::int64_t num_bytes, std::int64_t begin, bool one_arena) {
+BlockCopyParams params_of(const TensorArgument& target_arena, const TensorArgument& source_arena, const TensorArgument& source,
+                          const TensorArgument& target, std::int64_t num_bytes, std::int64_t begin, bool one_arena) {
   const char* const op = target_arena.op;
   check_bytes(target_arena);
   check_bytes(source_arena);
@@ -85,10 +85,14 @@ void copy(const TensorArgument& target_arena, const TensorArgument& source_arena
       refuse_argument(op, source_arena.name, "memory shared with the target", "memory of its own; copy_blocks copies inside one");
     }
   }
-  check_offsets(source, params.source_arena_bytes, params);
-  check_offsets(target, params.target_arena_bytes, params);
+  return params;
+}
+
+void copy(const char* op, const BlockCopyParams& params, const Tensor& source, const Tensor& target, bool one_arena) {
+  check_offsets({op, "source", source}, params.source_arena_bytes, params);
+  check_offsets({op, "target", target}, params.target_arena_bytes, params);
   check_pairs_apart(op, params, one_arena);
-  const std::int64_t grain = std::max<std::int64_t>(1, kCopyBytesPerThread / num_bytes);
+  const std::int64_t grain = std::max<std::int64_t>(1, kCopyBytesPerThread / params.num_bytes);
   const auto run = [&params](std::int64_t first, std::int64_t last) { hetkv::copy_blocks_cpu(params, first, last); };
   if (params.num_pairs <= grain) return run(0, params.num_pairs);
   torch::stable::parallel_for(0, params.num_pairs, grain, run);
@@ -96,16 +100,28 @@ void copy(const TensorArgument& target_arena, const TensorArgument& source_arena
 
 }  // namespace
 
-void copy_blocks_cpu(Tensor arena, Tensor source, Tensor target, std::int64_t num_bytes, std::int64_t begin) {
+BlockCopyParams copy_blocks_params(const Tensor& arena, const Tensor& source, const Tensor& target, std::int64_t num_bytes,
+                                   std::int64_t begin) {
   constexpr const char* kOp = "copy_blocks";
-  copy({kOp, "arena", arena}, {kOp, "arena", arena}, {kOp, "source", source}, {kOp, "target", target}, num_bytes, begin, true);
+  return params_of({kOp, "arena", arena}, {kOp, "arena", arena}, {kOp, "source", source}, {kOp, "target", target}, num_bytes,
+                   begin, true);
+}
+
+BlockCopyParams transfer_blocks_params(const Tensor& target_arena, const Tensor& source_arena, const Tensor& source,
+                                       const Tensor& target, std::int64_t num_bytes, std::int64_t begin) {
+  constexpr const char* kOp = "transfer_blocks";
+  return params_of({kOp, "target_arena", target_arena}, {kOp, "source_arena", source_arena}, {kOp, "source", source},
+                   {kOp, "target", target}, num_bytes, begin, false);
+}
+
+void copy_blocks_cpu(Tensor arena, Tensor source, Tensor target, std::int64_t num_bytes, std::int64_t begin) {
+  copy("copy_blocks", copy_blocks_params(arena, source, target, num_bytes, begin), source, target, true);
 }
 
 void transfer_blocks_cpu(Tensor target_arena, Tensor source_arena, Tensor source, Tensor target, std::int64_t num_bytes,
                          std::int64_t begin) {
-  constexpr const char* kOp = "transfer_blocks";
-  copy({kOp, "target_arena", target_arena}, {kOp, "source_arena", source_arena}, {kOp, "source", source}, {kOp, "target", target},
-       num_bytes, begin, false);
+  copy("transfer_blocks", transfer_blocks_params(target_arena, source_arena, source, target, num_bytes, begin), source, target,
+       false);
 }
 
 }  // namespace hetkv::ops

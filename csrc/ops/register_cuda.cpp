@@ -1,9 +1,11 @@
 // CUDA implementations of the ops in library.cpp. Built only with CUDA sources; loads under a torch without CUDA as well.
 #include <torch/csrc/stable/library.h>
 
+#include "ops/block_copy.h"
 #include "ops/compress.h"
 #include "ops/row_copy.h"
 #include "ops/sparse_attention.h"
+#include "ops/verify.h"
 #include "ops/write.h"
 
 STABLE_TORCH_LIBRARY_IMPL(hetkv, CUDA, m) {
@@ -13,4 +15,8 @@ STABLE_TORCH_LIBRARY_IMPL(hetkv, CUDA, m) {
   m.impl("write_key_value", TORCH_BOX(&hetkv::ops::write_key_value_cuda));
   m.impl("compress", TORCH_BOX(&hetkv::ops::compress_cuda));
   m.impl("sparse_attention", TORCH_BOX(&hetkv::ops::sparse_attention_cuda));
+  m.impl("verify_blocks", TORCH_BOX(&hetkv::ops::verify_blocks_cuda));
+  m.impl("checksum_blocks", TORCH_BOX(&hetkv::ops::checksum_blocks_cuda));
+  m.impl("copy_blocks", TORCH_BOX(&hetkv::ops::copy_blocks_cuda));
+  m.impl("transfer_blocks", TORCH_BOX(&hetkv::ops::transfer_blocks_cuda));
 }

@@ -21,7 +21,7 @@ def copy_blocks(arena: Tensor, source: Tensor, target: Tensor, *, num_bytes: int
 
     Raises:
         ValueError: a wrong argument; on the CPU also a part outside the arena, or pairs that depend on each other, before any
-            byte is written.
+            byte is written. On CUDA pairs with a part outside are skipped, and what comes of dependent pairs is open.
     """
     torch.ops.hetkv.copy_blocks(arena, source, target, num_bytes=num_bytes, begin=begin)
 

@@ -54,7 +54,9 @@ def verify_blocks(
         int32 ``[n]``: bits of ``BlockStatus``.
 
     Raises:
-        ValueError: a wrong argument; on the CPU also a range outside the block.
+        ValueError: a wrong argument; on the CPU also a range outside the block, of an unknown type or of parts of values. On
+            CUDA, where nobody looks at the ranges first, such a range is a failed check of every block: ``PADDING`` or
+            ``NOT_FINITE``.
     """
     status: Tensor = torch.ops.hetkv.verify_blocks(
         arena,
@@ -74,7 +76,7 @@ def checksum_blocks(arena: Tensor, blocks: Tensor, *, block_bytes: int) -> Tenso
 
     A change within one aligned 8-byte word is detected for certain; unrelated contents agree with probability about 2^-64. Some
     fixed changes to several words 512 bytes apart are never noticed: it guards against faults, not against people.
-    ValueError for a block outside the arena (CPU).
+    ValueError for a block outside the arena on the CPU; on CUDA its checksum is 0.
     """
     sums: Tensor = torch.ops.hetkv.checksum_blocks(arena, blocks, block_bytes=block_bytes)
     return sums
