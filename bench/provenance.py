@@ -20,7 +20,10 @@ def provenance() -> dict[str, Any]:
     """Commit (with `+` if sources differ from it), processor, cores, time and command, without absolute paths."""
 
     def git(*arguments: str) -> str:
-        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+        except OSError:  # no git on a machine that only measures
+            return ""
         return done.stdout.strip()
 
     dirty = git("status", "--porcelain", "--", "csrc", "bench/cpp", "CMakeLists.txt", "cmake")

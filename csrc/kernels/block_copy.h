@@ -1,8 +1,8 @@
 // Copying blocks, or the same part of blocks, inside an arena or between two. Parameters and entry points.
 //
 // BlockCopyParams is the kernel ABI, already checked, the same for CPU and CUDA. Pair i copies num_bytes bytes from block
-// source[i] to block target[i], `begin` bytes into both. The two parts of one pair may overlap: the target ends with what the source
-// held. Parts of different pairs must not, except sources.
+// source[i] to block target[i], `begin` bytes into both. The two parts of one pair may overlap: the target ends with what the
+// source held. Parts of different pairs must not, except sources.
 #pragma once
 
 #include <cstddef>
@@ -26,7 +26,8 @@ struct BlockCopyParams {
 void copy_blocks_cpu(const BlockCopyParams& params, std::int64_t begin, std::int64_t end) noexcept;
 
 // All pairs, on a stream of the arenas' device; a pair of which one part is outside its arena is skipped. Every pointer is device
-// memory. `op`: for the error. Throws CudaError if the launch is refused. Thread-safe, allocates nothing, does not block; may be captured.
+// memory. `op`: for the error. Throws CudaError if the launch is refused. Thread-safe, allocates nothing, does not block; may be
+// captured.
 void copy_blocks_cuda(const char* op, const BlockCopyParams& params, void* stream);
 
 // The builds of cpu/levels: one copy between places that do not overlap.

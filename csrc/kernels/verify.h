@@ -1,7 +1,7 @@
 // Checks of blocks: place, alignment, padding, checksum, non-finite values. Parameters and entry points.
 //
-// VerifyParams and ChecksumParams are the kernel ABI, already checked, the same for CPU and CUDA. A kernel owns nothing and keeps nothing.
-// A block that is not inside the arena is not read; it gets kBlockOutside and nothing else, and 0 for a checksum.
+// VerifyParams and ChecksumParams are the kernel ABI, already checked, the same for CPU and CUDA. A kernel owns nothing and keeps
+// nothing. A block that is not inside the arena is not read; it gets kBlockOutside and nothing else, and 0 for a checksum.
 #pragma once
 
 #include <cstddef>
@@ -65,9 +65,9 @@ HETKV_HOST_DEVICE inline bool finite_range_fits(const std::int64_t* range, std::
 // Status of blocks [begin, end). Thread-safe over disjoint blocks; allocates nothing.
 void verify_blocks_cpu(const VerifyParams& params, std::int64_t begin, std::int64_t end) noexcept;
 
-// All blocks, on a stream of the arena's device. Every pointer is device memory, also the ranges: one that does not fit the block,
-// which the CPU op refuses, is a failed check of every block. Throw CudaError if the launch is refused. Thread-safe, allocate nothing, do not
-// block; may be captured.
+// All blocks, on a stream of the arena's device. Every pointer is device memory, also the ranges: one that does not fit the
+// block, which the CPU op refuses, is a failed check of every block. Throw CudaError if the launch is refused. Thread-safe,
+// allocate nothing, do not block; may be captured.
 void verify_blocks_cuda(const VerifyParams& params, void* stream);
 void checksum_blocks_cuda(const ChecksumParams& params, void* stream);
 

@@ -1,5 +1,6 @@
-// A CTA copies 16 KiB of a pair at a time, four 16-byte loads a thread before the first store. The two parts of a pair that overlap
-// are the work of one CTA, which walks from the side where nothing unread is overwritten. The grid follows from shapes alone.
+// A CTA copies up to 16 KiB of a pair at a time, four 16-byte loads a thread before the first store. The parts of a pair that
+// overlap are the work of one CTA, which walks from the side where nothing unread is overwritten. The grid follows from shapes
+// alone.
 #include "kernels/block_copy.h"
 
 #include <algorithm>
@@ -11,26 +12,26 @@
 namespace hetkv {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kMaxThreads = 256;
 constexpr int kUnroll = 4;
-constexpr int kStep = kThreads * kUnroll;  // units of a CTA at a time
 constexpr std::int64_t kMaxGridX = (std::int64_t{1} << 31) - 1;
 
 // How every pair is cut, the same for all: blocks lie at multiples of 256 bytes.
 struct Cut {
-  std::int64_t units = 0;  // whole units behind the head
-  std::int64_t steps = 0;  // of kStep units; at least 1
-  std::int32_t head = 0;   // bytes before the first aligned unit, fewer than a unit
-  std::int32_t tail = 0;   // bytes behind the last
+  std::int64_t units = 0;    // whole units behind the head
+  std::int64_t steps = 0;    // of threads * kUnroll units; at least 1
+  std::int32_t threads = 0;  // of a CTA
+  std::int32_t head = 0;     // bytes before the first aligned unit, fewer than a unit
+  std::int32_t tail = 0;     // bytes behind the last
 };
 
 // kOnce: no thread of the launch writes these bytes.
 template <bool kOnce, typename Unit>
-HETKV_DEVICE_INLINE void load_step(Unit (&values)[kUnroll], const Unit* from, std::int64_t first, std::int64_t units) {
+HETKV_DEVICE_INLINE void load_step(Unit (&values)[kUnroll], const Unit* from, std::int64_t first, const Cut& cut) {
 #pragma unroll
   for (int i = 0; i < kUnroll; ++i) {
-    const std::int64_t unit = first + i * kThreads;
-    if (unit >= units) continue;
+    const std::int64_t unit = first + i * cut.threads;
+    if (unit >= cut.units) continue;
     if constexpr (kOnce && sizeof(Unit) == 16) {
       values[i] = gpu::load_once_16(from + unit);
     } else {
@@ -40,18 +41,18 @@ HETKV_DEVICE_INLINE void load_step(Unit (&values)[kUnroll], const Unit* from, st
 }
 
 template <typename Unit>
-HETKV_DEVICE_INLINE void store_step(Unit* to, const Unit (&values)[kUnroll], std::int64_t first, std::int64_t units) {
+HETKV_DEVICE_INLINE void store_step(Unit* to, const Unit (&values)[kUnroll], std::int64_t first, const Cut& cut) {
 #pragma unroll
   for (int i = 0; i < kUnroll; ++i) {
-    const std::int64_t unit = first + i * kThreads;
-    if (unit < units) to[unit] = values[i];
+    const std::int64_t unit = first + i * cut.threads;
+    if (unit < cut.units) to[unit] = values[i];
   }
 }
 
 template <typename Unit>
-__global__ void __launch_bounds__(kThreads) copy_blocks_kernel(const BlockCopyParams params, const Cut cut) {
+__global__ void __launch_bounds__(kMaxThreads) copy_blocks_kernel(const BlockCopyParams params, const Cut cut) {
   const int thread = static_cast<int>(threadIdx.x);
-  const std::int64_t work = params.num_pairs * cut.steps;
+  const std::int64_t work = params.num_pairs * cut.steps, step_units = static_cast<std::int64_t>(cut.threads) * kUnroll;
   for (std::int64_t item = blockIdx.x; item < work; item += gridDim.x) {
     const std::int64_t pair = item / cut.steps, step = item - pair * cut.steps;
     const std::int64_t source = std::int64_t{params.source[pair]} << kBlockOffsetShift;
@@ -70,7 +71,7 @@ __global__ void __launch_bounds__(kThreads) copy_blocks_kernel(const BlockCopyPa
     // The bytes at both ends, one a thread; read before anything of this pair is written.
     std::int64_t edge = -1;
     if (step == 0 && thread < cut.head) edge = thread;
-    if (step == 0 && thread >= kThreads - cut.tail) edge = params.num_bytes - (kThreads - thread);
+    if (step == 0 && thread >= cut.threads - cut.tail) edge = params.num_bytes - (cut.threads - thread);
     std::byte edge_byte{};
     if (edge >= 0) edge_byte = from[edge];
 
@@ -78,9 +79,9 @@ __global__ void __launch_bounds__(kThreads) copy_blocks_kernel(const BlockCopyPa
     Unit* const units_to = reinterpret_cast<Unit*>(to + cut.head);
     Unit values[kUnroll];
     if (apart) {
-      const std::int64_t first = step * kStep + thread;
-      load_step<true>(values, units_from, first, cut.units);
-      store_step(units_to, values, first, cut.units);
+      const std::int64_t first = step * step_units + thread;
+      load_step<true>(values, units_from, first, cut);
+      store_step(units_to, values, first, cut);
     } else {
       // A step overwrites only what it and the steps before it have read, so one barrier between its loads and stores is enough.
 #ifdef HETKV_PLANT_COPY_FORWARD
@@ -89,10 +90,10 @@ __global__ void __launch_bounds__(kThreads) copy_blocks_kernel(const BlockCopyPa
       const bool forward = b < a;
 #endif
       for (std::int64_t done = 0; done < cut.steps; ++done) {
-        const std::int64_t first = (forward ? done : cut.steps - 1 - done) * kStep + thread;
-        load_step<false>(values, units_from, first, cut.units);
+        const std::int64_t first = (forward ? done : cut.steps - 1 - done) * step_units + thread;
+        load_step<false>(values, units_from, first, cut);
         __syncthreads();
-        store_step(units_to, values, first, cut.units);
+        store_step(units_to, values, first, cut);
       }
     }
     if (edge >= 0) to[edge] = edge_byte;
@@ -107,9 +108,13 @@ void launch_units(const char* op, const BlockCopyParams& params, void* stream) {
   cut.head = static_cast<std::int32_t>(std::min((kUnit - past_unit) % kUnit, params.num_bytes));
   cut.units = (params.num_bytes - cut.head) / kUnit;
   cut.tail = static_cast<std::int32_t>((params.num_bytes - cut.head) % kUnit);
-  cut.steps = std::max<std::int64_t>(1, (cut.units + kStep - 1) / kStep);
+  cut.threads = 32;  // at least both edges
+  while (cut.threads < kMaxThreads && cut.threads * kUnroll < cut.units) cut.threads *= 2;
+  const std::int64_t step_units = static_cast<std::int64_t>(cut.threads) * kUnroll;
+  cut.steps = std::max<std::int64_t>(1, (cut.units + step_units - 1) / step_units);
   const dim3 grid(static_cast<unsigned>(std::min(params.num_pairs * cut.steps, kMaxGridX)));
-  launch<copy_blocks_kernel<Unit>>(op, grid, dim3(kThreads), 0, static_cast<cudaStream_t>(stream), params, cut);
+  launch<copy_blocks_kernel<Unit>>(op, grid, dim3(static_cast<unsigned>(cut.threads)), 0, static_cast<cudaStream_t>(stream),
+                                   params, cut);
 }
 
 }  // namespace

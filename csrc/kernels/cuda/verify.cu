@@ -1,6 +1,6 @@
-// One block of an arena per CTA, one segment of the checksum (4 KiB) per warp at a time. A lane holds two neighbouring lanes of the
-// checksum: 16 bytes of each round, eight loads in flight. The checks of ranges look at the same segment right behind it, so that
-// they find it in L1. Sums of words mod 2^64 have no order; even so they are folded by lane and warp number.
+// One block of an arena per CTA, one segment of the checksum (4 KiB) per warp at a time. A lane holds two neighbouring lanes of
+// the checksum: 16 bytes of each round, eight loads in flight. The checks of ranges look at the same segment right behind it, so
+// that they find it in L1. Sums of words mod 2^64 have no order; even so they are folded by lane and warp number.
 #include "kernels/verify.h"
 
 #include <algorithm>
@@ -15,8 +15,8 @@ namespace {
 
 using gpu::kAllLanes;
 
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / 32;
+constexpr int kMaxThreads = 256;
+constexpr int kMaxWarps = kMaxThreads / 32;
 constexpr std::int64_t kMaxGridX = (std::int64_t{1} << 31) - 1;
 constexpr int kChunk = 16;                       // bytes of a load
 constexpr int kRoundBytes = 8 * kChecksumLanes;  // one round of a segment: 32 lanes of a warp, one chunk each
@@ -80,7 +80,7 @@ HETKV_DEVICE_INLINE std::uint64_t sum_of_segment(const std::byte* segment, int l
 // This lane's share of the checksum of the segment at `begin` of a block.
 HETKV_DEVICE_INLINE std::uint64_t sum_of_segment(const std::byte* block, std::int64_t begin, std::int64_t block_bytes, int lane) {
 #ifdef HETKV_PLANT_SEGMENT_FROM_ZERO
-  const auto number = static_cast<std::uint64_t>(begin / kSegment % kWarps);
+  const auto number = static_cast<std::uint64_t>(begin / kSegment % kMaxWarps);
 #else
   const auto number = static_cast<std::uint64_t>(begin / kSegment);
 #endif
@@ -90,9 +90,9 @@ HETKV_DEVICE_INLINE std::uint64_t sum_of_segment(const std::byte* block, std::in
   return sum_of_segment<false>(block + begin, static_cast<int>(left < kSegment ? left : kSegment), number, aligned, lane);
 }
 
-// What must not be in a range: a value of `bytes` bytes whose `mask` bits, with `add`, reach `sign`. Finite ranges: all bits of an
-// exponent (of e4m3: a NaN code) are set, and the addition of the lowest of them carries into the sign's place. Zero ranges: any
-// bit. Several values in one word do not disturb each other, and zeros never fail.
+// What must not be in a range: a value of `bytes` bytes whose `mask` bits, with `add`, reach `sign`. Finite ranges: all bits of
+// an exponent (of e4m3: a NaN code) are set, and the addition of the lowest of them carries into the sign's place. Zero ranges:
+// any bit. Several values in one word do not disturb each other, and zeros never fail.
 struct Forbidden {
   std::uint32_t mask, add, sign;
   int bytes;
@@ -164,8 +164,8 @@ HETKV_DEVICE_INLINE std::int64_t next_value(std::int64_t at, std::int64_t begin,
   return begin + ((at - begin + bytes - 1) & -std::int64_t{bytes});
 }
 
-// Status bits of the values that begin in the segment at `segment`. Each lane looks up a range; then the warp scans, one by one, those
-// that reach into the segment. Every lane returns its own finds.
+// Status bits of the values that begin in the segment at `segment`. Each lane looks up a range; then the warp scans, one by one,
+// those that reach into the segment. Every lane returns its own finds.
 HETKV_DEVICE_INLINE std::int32_t check_ranges(const VerifyParams& params, const std::byte* block, std::int64_t segment,
                                               int lane) {
   std::int32_t status = 0;
@@ -206,16 +206,17 @@ HETKV_DEVICE_INLINE std::uint64_t sum_of_warp(std::uint64_t sum) {
   return sum;
 }
 
-__global__ void __launch_bounds__(kThreads, 3) verify_blocks_kernel(const VerifyParams params) {
-  HETKV_SHARED(std::uint64_t[kWarps], sums);
-  HETKV_SHARED(std::uint32_t[kWarps], finds);
+__global__ void __launch_bounds__(kMaxThreads, 3) verify_blocks_kernel(const VerifyParams params) {
+  HETKV_SHARED(std::uint64_t[kMaxWarps], sums);
+  HETKV_SHARED(std::uint32_t[kMaxWarps], finds);
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int warps = static_cast<int>(blockDim.x) / 32;
   for (std::int64_t index = blockIdx.x; index < params.num_blocks; index += gridDim.x) {
     const std::byte* const block = block_start(params, index);
     std::uint64_t sum = 0;
     std::int32_t found = 0;
     if (block != nullptr) {
-      for (std::int64_t begin = warp * kSegment; begin < params.block_bytes; begin += kWarps * kSegment) {
+      for (std::int64_t begin = warp * kSegment; begin < params.block_bytes; begin += warps * kSegment) {
         if (params.checksums != nullptr) sum += sum_of_segment(block, begin, params.block_bytes, lane);
         found |= check_ranges(params, block, begin, lane);
       }
@@ -232,7 +233,7 @@ __global__ void __launch_bounds__(kThreads, 3) verify_blocks_kernel(const Verify
       if (block != nullptr) {
         status = 0;
         sum = 0;
-        for (int w = 0; w < kWarps; ++w) {
+        for (int w = 0; w < warps; ++w) {
           status |= static_cast<std::int32_t>(finds[w]);
           sum += sums[w];
         }
@@ -250,14 +251,15 @@ __global__ void __launch_bounds__(kThreads, 3) verify_blocks_kernel(const Verify
   }
 }
 
-__global__ void __launch_bounds__(kThreads, 4) checksum_blocks_kernel(const ChecksumParams params) {
-  HETKV_SHARED(std::uint64_t[kWarps], sums);
+__global__ void __launch_bounds__(kMaxThreads, 4) checksum_blocks_kernel(const ChecksumParams params) {
+  HETKV_SHARED(std::uint64_t[kMaxWarps], sums);
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int warps = static_cast<int>(blockDim.x) / 32;
   for (std::int64_t index = blockIdx.x; index < params.num_blocks; index += gridDim.x) {
     const std::byte* const block = block_start(params, index);
     std::uint64_t sum = 0;
     if (block != nullptr) {
-      for (std::int64_t begin = warp * kSegment; begin < params.block_bytes; begin += kWarps * kSegment) {
+      for (std::int64_t begin = warp * kSegment; begin < params.block_bytes; begin += warps * kSegment) {
         sum += sum_of_segment(block, begin, params.block_bytes, lane);
       }
     }
@@ -266,7 +268,7 @@ __global__ void __launch_bounds__(kThreads, 4) checksum_blocks_kernel(const Chec
     __syncthreads();
     if (threadIdx.x == 0) {
       sum = 0;
-      for (int w = 0; w < kWarps; ++w) sum += sums[w];
+      for (int w = 0; w < warps; ++w) sum += sums[w];
       const std::uint64_t checksum = checksum_finish(sum, static_cast<std::uint64_t>(params.block_bytes));
       params.checksums[index] = block == nullptr ? 0 : static_cast<std::int64_t>(checksum);
     }
@@ -276,15 +278,20 @@ __global__ void __launch_bounds__(kThreads, 4) checksum_blocks_kernel(const Chec
 
 dim3 grid_for(std::int64_t blocks) { return dim3(static_cast<unsigned>(std::min(blocks, kMaxGridX))); }
 
+// A warp for each segment of a block, up to the limit.
+dim3 threads_for(std::int64_t block_bytes) {
+  return dim3(static_cast<unsigned>(32 * std::clamp<std::int64_t>((block_bytes + kSegment - 1) / kSegment, 1, kMaxWarps)));
+}
+
 }  // namespace
 
 void verify_blocks_cuda(const VerifyParams& params, void* stream) {
-  launch<verify_blocks_kernel>("verify_blocks", grid_for(params.num_blocks), dim3(kThreads), 0, static_cast<cudaStream_t>(stream),
-                               params);
+  launch<verify_blocks_kernel>("verify_blocks", grid_for(params.num_blocks), threads_for(params.block_bytes), 0,
+                               static_cast<cudaStream_t>(stream), params);
 }
 
 void checksum_blocks_cuda(const ChecksumParams& params, void* stream) {
-  launch<checksum_blocks_kernel>("checksum_blocks", grid_for(params.num_blocks), dim3(kThreads), 0,
+  launch<checksum_blocks_kernel>("checksum_blocks", grid_for(params.num_blocks), threads_for(params.block_bytes), 0,
                                  static_cast<cudaStream_t>(stream), params);
 }
 
