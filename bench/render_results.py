@@ -278,6 +278,31 @@ def ops_section(content: Json) -> list[str]:
     ]
 
 
+def card_section(content: Json) -> list[str]:
+    """The CUDA ops beside one card's own rates."""
+    rows = []
+    for line in content["lines"]:
+        rate = f"{line['rate'] / 1e9:,.0f} GB/s" if line["bound"] == "copy" else f"{line['rate'] / 1e12:,.0f} TFLOP/s"
+        aim = line["aim"]
+        met = "" if aim is None else f"{aim:.0%}: {'yes' if line['share'] >= aim else '**no**'}"
+        rows.append(
+            [line["op"], line["case"], f"{line['microseconds']:.1f} us", rate, f"{line['share']:.0%} of {line['bound']}", met]
+        )
+    rates = content["rates"]
+    lines = [
+        f"## Ops on {content['card']}",
+        "",
+        made_by(content),
+        f"torch {content['torch']}. The card's own rates in the same run: copies {rates['copy'] / 1e9:,.0f} GB/s (bytes read and "
+        f"written), bf16 matmul {rates['matmul'] / 1e12:,.0f} TFLOP/s. Times are of calls inside a captured graph.",
+        "",
+        *table(["op", "case", "time", "rate", "share", "aim"], rows),
+    ]
+    if content["without_kernel"]:
+        lines += [f"No CUDA kernel: {', '.join(content['without_kernel'])}.", ""]
+    return lines
+
+
 def render() -> str:
     """Writes bench/RESULTS.md; returns a line that says so."""
     own_json, compare_json, replay_json = load("hetkv"), load("compare"), load("replay")
@@ -293,6 +318,9 @@ def render() -> str:
     ops_json = load("ops")
     if ops_json is not None:
         lines += ops_section(ops_json)
+    card_json = load("ops_cuda")
+    if card_json is not None:
+        lines += card_section(card_json)
     path = ROOT / "bench" / "RESULTS.md"
     path.write_text("\n".join(lines).rstrip() + "\n")
     return f"wrote {path.relative_to(ROOT)}"
