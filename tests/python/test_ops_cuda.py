@@ -121,7 +121,7 @@ def test_top_k_of_long_rows(n: int) -> None:
 # --- blocks: what the device does where the CPU would raise -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 7, 8, 9, 16, 511, 513, 4095, 4096, 4097, 37376, 100_001])
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 16, 511, 513, 8191, 8192, 8193, 37376, 100_001])
 def test_the_checksum_is_the_one_defined(size: int) -> None:
     arena = arena_of(size + 1536)
     blocks = offsets(5, 2**31 - 1, 0, -1)

@@ -92,7 +92,7 @@ TEST_P(Checksum, IsTheDefinition) {
       }
     }
     // Every byte once, and the offset once a thread.
-    const auto warps = static_cast<std::size_t>(std::min<std::int64_t>((shape.block_bytes + 4095) / 4096, 8));
+    const auto warps = static_cast<std::size_t>(std::min<std::int64_t>((shape.block_bytes + 8191) / 8192, 8));
     EXPECT_EQ(device.counts().global_bytes_read,
               arena.good * static_cast<std::size_t>(shape.block_bytes) + arena.ids.size() * warps * 32 * sizeof(std::int32_t));
     EXPECT_EQ(device.counts().global_bytes_written, sums.size() * sizeof(std::int64_t));
@@ -101,9 +101,9 @@ TEST_P(Checksum, IsTheDefinition) {
 
 INSTANTIATE_TEST_SUITE_P(Lengths, Checksum,
                          testing::Values(Shape{1}, Shape{7}, Shape{8}, Shape{9}, Shape{15}, Shape{16}, Shape{17}, Shape{511},
-                                         Shape{512}, Shape{513}, Shape{520}, Shape{4095}, Shape{4096}, Shape{4097}, Shape{5000},
-                                         Shape{7 * 4096 + 16}, Shape{8 * 4096}, Shape{8 * 4096 + 1}, Shape{37376},
-                                         Shape{20 * 4096 + 1234}));
+                                         Shape{512}, Shape{513}, Shape{520}, Shape{8191}, Shape{8192}, Shape{8193}, Shape{5000},
+                                         Shape{7 * 8192 + 16}, Shape{8 * 8192}, Shape{8 * 8192 + 1}, Shape{37376},
+                                         Shape{20 * 8192 + 1234}));
 INSTANTIATE_TEST_SUITE_P(Edges, Checksum,
                          testing::Values(Shape{.block_bytes = 5003, .shift = 1}, Shape{.block_bytes = 4096, .shift = 8},
                                          Shape{.block_bytes = 9001, .shift = 4, .num_blocks = 2},

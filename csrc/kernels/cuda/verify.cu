@@ -1,4 +1,4 @@
-// One block of an arena per CTA, one segment of the checksum (4 KiB) per warp at a time. A lane holds two neighbouring lanes of
+// One block of an arena per CTA, one segment of the checksum (8 KiB) per warp at a time. A lane holds two neighbouring lanes of
 // the checksum: 16 bytes of each round, eight loads in flight. The checks of ranges look at the same segment right behind it, so
 // that they find it in L1. Sums of words mod 2^64 have no order; even so they are folded by lane and warp number.
 #include "kernels/verify.h"
@@ -21,7 +21,8 @@ constexpr std::int64_t kMaxGridX = (std::int64_t{1} << 31) - 1;
 constexpr int kChunk = 16;                       // bytes of a load
 constexpr int kRoundBytes = 8 * kChecksumLanes;  // one round of a segment: 32 lanes of a warp, one chunk each
 constexpr auto kSegment = static_cast<std::int64_t>(kChecksumSegment);
-static_assert(kRoundBytes == 32 * kChunk);
+constexpr int kRoundsAhead = 8;  // loads in flight
+static_assert(kRoundBytes == 32 * kChunk && kChecksumRounds % kRoundsAhead == 0);
 
 // Where a block begins, or null if it is not inside the arena.
 template <typename Params>
@@ -55,24 +56,24 @@ template <bool kWhole>
 HETKV_DEVICE_INLINE std::uint64_t sum_of_segment(const std::byte* segment, int length, std::uint64_t number, bool aligned,
                                                  int lane) {
   const std::byte* const from = segment + lane * kChunk;
-  uint4 chunks[kChecksumRounds];
-#pragma unroll
-  for (int round = 0; round < kChecksumRounds; ++round) {
-    const int left = length - round * kRoundBytes - lane * kChunk;
-    chunks[round] = kWhole || (aligned && left >= kChunk) ? *reinterpret_cast<const uint4*>(from + round * kRoundBytes)
-                                                          : make_uint4(0, 0, 0, 0);
-  }
   std::uint64_t first = checksum_seed(number, static_cast<std::uint64_t>(2 * lane));
   std::uint64_t second = checksum_seed(number, static_cast<std::uint64_t>(2 * lane + 1));
+#pragma unroll 1
+  for (int batch = 0; batch < kChecksumRounds; batch += kRoundsAhead) {
+    uint4 chunks[kRoundsAhead];
 #pragma unroll
-  for (int round = 0; round < kChecksumRounds; ++round) {
-    uint4 chunk = chunks[round];
-    const int left = length - round * kRoundBytes - lane * kChunk;
-    if (!kWhole && left > 0 && (left < kChunk || !aligned)) {
-      chunk = load_bytes(from + round * kRoundBytes, left < kChunk ? left : kChunk);
+    for (int i = 0; i < kRoundsAhead; ++i) {
+      const int at = (batch + i) * kRoundBytes, left = length - at - lane * kChunk;
+      chunks[i] = kWhole || (aligned && left >= kChunk) ? *reinterpret_cast<const uint4*>(from + at) : make_uint4(0, 0, 0, 0);
     }
-    if (kWhole || left > 0) first = checksum_round(first, word_of(chunk.x, chunk.y));
-    if (kWhole || left > 8) second = checksum_round(second, word_of(chunk.z, chunk.w));
+#pragma unroll
+    for (int i = 0; i < kRoundsAhead; ++i) {
+      uint4 chunk = chunks[i];
+      const int at = (batch + i) * kRoundBytes, left = length - at - lane * kChunk;
+      if (!kWhole && left > 0 && (left < kChunk || !aligned)) chunk = load_bytes(from + at, left < kChunk ? left : kChunk);
+      if (kWhole || left > 0) first = checksum_round(first, word_of(chunk.x, chunk.y));
+      if (kWhole || left > 8) second = checksum_round(second, word_of(chunk.z, chunk.w));
+    }
   }
   return checksum_mix(first) + checksum_mix(second);
 }
