@@ -32,14 +32,28 @@ HETKV_HOST_DEVICE inline std::uint32_t score_key(float score) {
   return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
 }
 
-// 64-bit words of scratch for a row of `width` scores.
-std::int64_t top_k_scratch_words(std::int64_t width) noexcept;
+// 64-bit words of scratch for rows of up to `width` scores.
+std::int64_t top_k_scratch_words(std::int64_t width, std::int64_t k) noexcept;
 
-// Row by row. scratch: top_k_scratch_words(params.width). Thread-safe over disjoint rows; allocates nothing.
+// Row by row. scratch: top_k_scratch_words(params.width, params.k). Thread-safe over disjoint rows; allocates nothing.
 void top_k_cpu(const TopKParams& params, std::int64_t begin, std::int64_t end, std::uint64_t* scratch) noexcept;
 
-// One row of `count` scores; indices[k].
+// One row of `count` scores; indices[k]. scratch: top_k_scratch_words(count, k).
 void top_k_row_cpu(const float* scores, std::int64_t count, std::int32_t k, std::int32_t* indices,
                    std::uint64_t* scratch) noexcept;
+
+// The builds of cpu/levels: of scores [begin, end) those with score_key >= least, as score_key << 32 | ~index, in order. Stops where less
+// than a vector of the room, at least 16 words, is left; writes nothing beyond it. Returns how many were taken.
+using TakeScoresFn = std::int64_t(const float* scores, std::int64_t begin, std::int64_t end, std::uint32_t least,
+                                  std::uint64_t* taken, std::int64_t room, std::int64_t* stopped) noexcept;
+namespace portable {
+TakeScoresFn take_scores;
+}
+namespace avx2 {
+TakeScoresFn take_scores;
+}
+namespace avx512 {
+TakeScoresFn take_scores;
+}
 
 }  // namespace hetkv

@@ -121,13 +121,13 @@ Tensor select_entries_cpu(Tensor query, Tensor weights, Tensor arena, Tensor blo
       const std::int64_t from = begin * kIndexKeysPerPiece, to = std::min(most, end * kIndexKeysPerPiece);
       hetkv::index_scores_cpu(params, tokens[0], from, to, scores.data() + from, scratch.data());
     });
-    std::vector<std::uint64_t> words(static_cast<std::size_t>(top_k_scratch_words(most)));
+    std::vector<std::uint64_t> words(static_cast<std::size_t>(top_k_scratch_words(most, count)));
     top_k_row_cpu(scores.data(), most, count, indices + tokens[0].token * k, words.data());
     return out;
   }
   torch::stable::parallel_for(0, static_cast<std::int64_t>(tokens.size()), 1, [&](std::int64_t begin, std::int64_t end) {
     std::vector<float> scores(static_cast<std::size_t>(most)), scratch = scratch_for(params);
-    std::vector<std::uint64_t> words(static_cast<std::size_t>(top_k_scratch_words(most)));
+    std::vector<std::uint64_t> words(static_cast<std::size_t>(top_k_scratch_words(most, count)));
     for (auto i = static_cast<std::size_t>(begin); i < static_cast<std::size_t>(end); ++i) {
       if (tokens[i].visible == 0) continue;
       hetkv::index_scores_cpu(params, tokens[i], 0, tokens[i].visible, scores.data(), scratch.data());

@@ -37,7 +37,7 @@ Tensor top_k_cpu(Tensor scores, OptionalTensor counts, std::int64_t k) {
   if (params.num_rows == 0) return indices;
   const std::int64_t grain = std::max<std::int64_t>(1, kScoresPerThread / std::max<std::int64_t>(1, params.width));
   torch::stable::parallel_for(0, params.num_rows, grain, [&params](std::int64_t begin, std::int64_t end) {
-    std::vector<std::uint64_t> scratch(static_cast<std::size_t>(top_k_scratch_words(params.width)));
+    std::vector<std::uint64_t> scratch(static_cast<std::size_t>(top_k_scratch_words(params.width, params.k)));
     hetkv::top_k_cpu(params, begin, end, scratch.data());
   });
   return indices;

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <vector>
 
@@ -366,26 +367,69 @@ TEST_P(CpuKernels, CopiesOfAnySizeAndPlace) {
 INSTANTIATE_TEST_SUITE_P(Levels, CpuKernels, ::testing::Values(CpuLevel::kPortable, CpuLevel::kAvx2, CpuLevel::kAvx512),
                          [](const auto& test) { return std::string(cpu_level_name(test.param)); });
 
+std::vector<std::int32_t> stable_order(const std::vector<float>& scores, std::size_t k) {
+  std::vector<std::int32_t> order(scores.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](std::int32_t a, std::int32_t b) {
+    return scores[static_cast<std::size_t>(a)] > scores[static_cast<std::size_t>(b)];
+  });
+  order.resize(k, -1);
+  return order;
+}
+
+void expect_best(const std::vector<float>& scores, std::int32_t k) {
+  const auto count = static_cast<std::int64_t>(scores.size());
+  std::vector<std::uint64_t> scratch(static_cast<std::size_t>(top_k_scratch_words(count, k)));
+  std::vector<std::int32_t> got(static_cast<std::size_t>(k));
+  top_k_row_cpu(scores.data(), count, k, got.data(), scratch.data());
+  ASSERT_EQ(got, stable_order(scores, static_cast<std::size_t>(k))) << count << " scores, k " << k;
+}
+
 TEST(TopK, TiesGoToTheLowestIndexForEveryLength) {
   std::mt19937 engine(3);
-  for (const std::int64_t count : {0, 1, 5, 256, 257, 3000}) {
-    std::vector<float> scores(static_cast<std::size_t>(count));
+  for (const std::size_t count : {0u, 1u, 5u, 256u, 257u, 3000u, 20000u}) {
+    std::vector<float> scores(count);
     for (float& score : scores) {
       score = static_cast<float>(engine() % 7) - 3.0f;
       if (score == 0.0f && engine() % 2 == 0) score = -0.0f;  // no other number
     }
-    std::vector<std::uint64_t> scratch(static_cast<std::size_t>(top_k_scratch_words(count)));
-    for (const std::int32_t k : {1, 4, 300}) {
-      std::vector<std::int32_t> order(static_cast<std::size_t>(count)), got(static_cast<std::size_t>(k));
-      for (std::int32_t i = 0; i < static_cast<std::int32_t>(count); ++i) order[static_cast<std::size_t>(i)] = i;
-      std::stable_sort(order.begin(), order.end(), [&](std::int32_t a, std::int32_t b) {
-        return scores[static_cast<std::size_t>(a)] > scores[static_cast<std::size_t>(b)];
-      });
-      order.resize(static_cast<std::size_t>(k), -1);
-      top_k_row_cpu(scores.data(), count, k, got.data(), scratch.data());
-      ASSERT_EQ(got, order) << count << " scores, k " << k;
+    for (const std::int32_t k : {1, 4, 300}) expect_best(scores, k);
+  }
+}
+
+// Rising: every score is a candidate. A comb: the sampled scores are all high, so the guessed bar is too. Falling: the first k stay.
+TEST(TopK, RowsThatMisleadTheGuess) {
+  constexpr std::size_t kCount = 32768;
+  std::vector<float> rising(kCount), falling(kCount), comb(kCount);
+  for (std::size_t i = 0; i < kCount; ++i) {
+    rising[i] = static_cast<float>(i);
+    falling[i] = -rising[i];
+    comb[i] = i % 32 == 0 && i / 32 % 4 != 0 ? 1000.0f - static_cast<float>(i % 5) : static_cast<float>(i % 17);
+  }
+  for (const auto& scores : {rising, falling, comb}) {
+    for (const std::int32_t k : {1, 700, 2000, 40000}) expect_best(scores, k);
+  }
+}
+
+TEST_P(CpuKernels, ScoresThatReachABarAreTakenInOrder) {
+  std::vector<float> scores(103);
+  for (std::size_t i = 0; i < scores.size(); ++i) scores[i] = static_cast<float>(i * 37 % 103) - 50.0f;
+  scores[7] = std::numeric_limits<float>::quiet_NaN();
+  scores[8] = -0.0f;
+  std::vector<std::uint64_t> wanted;
+  for (std::size_t i = 3; i < scores.size(); ++i) {
+    if (score_key(scores[i]) >= score_key(0.0f)) {
+      wanted.push_back(std::uint64_t{score_key(scores[i])} << 32 | (0xffffffffu - static_cast<std::uint32_t>(i)));
     }
   }
+  std::vector<std::uint64_t> got;
+  for (std::int64_t at = 3; at < 103;) {  // in pieces: 20 words at a time
+    std::vector<std::uint64_t> some(20);
+    const std::int64_t found = level(portable::take_scores, avx2::take_scores, avx512::take_scores)(
+        scores.data(), at, 103, score_key(0.0f), some.data(), 20, &at);
+    got.insert(got.end(), some.begin(), some.begin() + found);
+  }
+  EXPECT_EQ(got, wanted);
 }
 
 }  // namespace
