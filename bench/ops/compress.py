@@ -9,12 +9,12 @@ import torch
 import hetkv.ops
 
 from .paged import lengths
-from .timing import Line, beside
+from .timing import Line, Run, beside
 
 
-def lines(repeats: int) -> Iterator[Line]:
-    """4,096 tokens, entries of 512 values, ratio 4, stored as packed FP8."""
-    tokens, ratio, width, rope = 4096, 4, 512, 64
+def csa_case(tokens: int) -> tuple[Run, Run]:
+    """Entries of 512 values, ratio 4, stored as packed FP8: the op, and eager code without rope and store."""
+    ratio, width, rope = 4, 512, 64
     kv, gate = torch.randn(tokens, 2 * width), torch.randn(tokens, 2 * width)
     bias, norm = torch.randn(ratio, 2 * width), torch.ones(width)
     cos, sin = torch.ones(tokens, rope // 2), torch.zeros(tokens, rope // 2)
@@ -60,6 +60,13 @@ def lines(repeats: int) -> Iterator[Line]:
         pooled = (torch.cat([early_values, values[:, :, width:]], dim=1) * slots_).sum(dim=1)
         return pooled * torch.rsqrt(pooled.square().mean(-1, keepdim=True) + 1e-6) * norm
 
+    return ours, eager
+
+
+def lines(repeats: int) -> Iterator[Line]:
+    """4,096 tokens."""
+    tokens, width = 4096, 512
+    ours, eager = csa_case(tokens)
     yield beside(
         "CSA compress + norm + rope + FP8 store, 4,096 tokens", ours, "torch eager without rope and store", eager,
         amount=2.0 * tokens * 2 * width * 4, unit="GB/s", device="cpu", repeats=repeats,
