@@ -10,7 +10,8 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr std::int64_t kValuesPerThread = 32 * 1024;  // about 30 us of work; less is not worth another thread
+constexpr std::int64_t kMaxHeads = std::int64_t{1} << 16;  // an expanded tensor may have any number: products must not overflow
+constexpr std::int64_t kValuesPerThread = 32 * 1024;       // about 30 us of work; less is not worth another thread
 
 void check_rotation(WriteParams& params, const TensorArgument& arena, const OptionalTensor& cos, const OptionalTensor& sin) {
   if (!cos && !sin) return;
@@ -39,9 +40,9 @@ std::optional<WriteParams> checked_params(const TensorArgument& arena, const Ten
   check_dense(slots, arena, ScalarType::Long, {rows.tensor.size(0)}, "the rows");
   const std::int64_t width = rows.tensor.size(rows.tensor.dim() - 1);
   const std::int64_t heads = rows.tensor.dim() == 3 ? rows.tensor.size(1) : 1;
-  if (width > kMaxWriteWidth || width < 1 || heads < 1) {
+  if (width > kMaxWriteWidth || width < 1 || heads < 1 || heads > kMaxHeads) {
     refuse_argument(rows.op, std::string(rows.name) + ".shape", std::to_string(heads) + " x " + std::to_string(width),
-                    "at least one head of 1 to " + std::to_string(kMaxWriteWidth) + " values");
+                    "1 to " + std::to_string(kMaxHeads) + " heads of 1 to " + std::to_string(kMaxWriteWidth) + " values");
   }
   WriteParams params;
   params.target = paged_rows(arena, section, heads, width);

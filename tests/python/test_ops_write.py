@@ -203,6 +203,7 @@ def test_a_skipped_slot_and_no_rows_write_nothing() -> None:
         ({"rows": torch.zeros(3, 32)[:, ::2]}, r"rows.stride\(1\)"),
         ({"rows": torch.zeros(3)}, "rows.ndim"),
         ({"rows": torch.zeros(3, 2048)}, "rows.shape"),
+        ({"rows": torch.zeros(3, 1, 4).expand(3, 2**58, 4)}, "rows.shape"),  # bytes of a row would wrap to 0
         ({"slots": torch.zeros(2, dtype=torch.int64)}, r"slots.size\(0\)"),
         ({"slots": torch.zeros(3, dtype=torch.int32)}, "slots.dtype"),
         ({"slots": torch.tensor([12, -2, 13])}, r"slots\[1\] = -2"),
