@@ -12,9 +12,18 @@ using torch::stable::Tensor;
 
 constexpr std::int64_t kOpBytesPerThread = 256 * 1024;  // of raw rows: about 30 us of work
 
-std::int64_t checked_ring_offset(const char* name, std::int64_t offset) {
+// ring_inside, which the kernels ask, relies on it: with a ring that fits the arena nothing there overflows.
+std::int64_t checked_ring_offset(const char* name, std::int64_t offset, std::int64_t ring_rows, const CompressParams& params) {
   check_not_negative("compress", name, offset);
   if (offset % 16 != 0) refuse_argument("compress", name, std::to_string(offset), "a multiple of 16");
+  const std::int64_t row_bytes = raw_row_bytes(params);
+  std::int64_t end = 0;
+  if (__builtin_mul_overflow(ring_rows, row_bytes, &end) || __builtin_add_overflow(end, offset, &end) ||
+      end > params.entries.arena_bytes) {
+    refuse_argument("compress", name, std::to_string(offset),
+                    "a ring of " + std::to_string(ring_rows) + " rows of " + std::to_string(row_bytes) +
+                        " bytes inside the arena of " + std::to_string(params.entries.arena_bytes));
+  }
   return offset;
 }
 
@@ -87,8 +96,6 @@ std::optional<CompressParams> compress_params(const CompressTensors& tensors, co
 
   CompressParams params;
   params.entries = paged_rows(arena, section, 1, width);
-  params.ring_kv_offset = checked_ring_offset("ring_kv_offset", geometry.ring_kv_offset);
-  params.ring_gate_offset = checked_ring_offset("ring_gate_offset", geometry.ring_gate_offset);
   params.kv = data_of<std::byte>(tensors.kv);
   params.gate = data_of<std::byte>(tensors.gate);
   const auto element = static_cast<std::int64_t>(tensors.kv.element_size());
@@ -110,6 +117,8 @@ std::optional<CompressParams> compress_params(const CompressTensors& tensors, co
   params.rope = static_cast<std::int32_t>(2 * tensors.cos.size(1));
   params.overlap = geometry.overlap;
   params.norm_eps = static_cast<float>(norm_eps);
+  params.ring_kv_offset = checked_ring_offset("ring_kv_offset", geometry.ring_kv_offset, geometry.ring_rows, params);
+  params.ring_gate_offset = checked_ring_offset("ring_gate_offset", geometry.ring_gate_offset, geometry.ring_rows, params);
   if (tokens == 0 || batch == 0) return std::nullopt;
   return params;
 }

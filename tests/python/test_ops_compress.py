@@ -251,6 +251,8 @@ def test_an_entry_with_slot_minus_one_is_not_stored() -> None:
         ({"ring_rows": 4}, "ring_rows = 4"),
         ({"ring_rows": 12}, "ring_rows = 12"),
         ({"ring_gate_offset": 8}, "ring_gate_offset = 8"),
+        ({"ring_rows": 2**58}, "ring_kv_offset = 0: expected a ring of"),  # its bytes would wrap to 0
+        ({"ring_kv_offset": 2**63 - 16}, "ring_kv_offset = 9223372036854775792"),
         ({"ratio": 0}, "ratio = 0"),
         ({"kv": torch.zeros(5, 16, requires_grad=True)}, "kv.requires_grad"),
     ],
