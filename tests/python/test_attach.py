@@ -235,6 +235,29 @@ def test_a_pass_that_raises_can_be_repeated(model: nn.Module, attached: Attached
     assert float((logits[-1] - expected.logits[0]).abs().max()) <= BOUND
 
 
+@torch.no_grad()
+def test_a_pass_that_raises_leaves_the_rings_as_they_were(model: nn.Module, attached: AttachedModel) -> None:
+    """The raised pass has written rows of its own into the rings, over those that the next windows read."""
+    prompt = random_tokens(300)
+    with attached.open(prompt, max_new_tokens=1) as request:
+        while request.length < len(prompt):
+            count = request.next_chunk(37)
+            hook = model.lm_head.register_forward_hook(fail)  # type: ignore[union-attr,arg-type]
+            with pytest.raises(RuntimeError, match="stop here"):
+                attached.run([request], [count])
+            with pytest.raises(RuntimeError, match="stop here"):
+                model(torch.tensor([prompt[request.length :][:count]]), cache=request.cache)
+            hook.remove()
+            logits = attached.run([request], [count])
+    with attached.open(prompt, max_new_tokens=1) as request:
+        assert request.num_computed_tokens >= 256  # what was published is as good
+        resumed = attached.run([request], [request.next_chunk(64)])
+    attached.detach()
+    expected = stock(model, prompt, 1)
+    for rows in (logits, resumed):
+        assert float((rows[-1] - expected.logits[0]).abs().max()) <= BOUND
+
+
 def test_requests_wait_for_memory(model: nn.Module) -> None:
     prompts = [random_tokens(200, seed) for seed in range(4)]
     expected = [stock(model, prompt, 5) for prompt in prompts]

@@ -78,6 +78,7 @@ class AttachedRequest:
         """Ends the request. `turn_end`: publish the checkpoints of the end of a turn. Idempotent."""
         if self._open:
             self._open = False
+            self._attached.forget((self,))  # a pass that raised may have left its step behind
             self.sequence.free(turn_end=turn_end)
 
     def __enter__(self) -> AttachedRequest:
@@ -137,6 +138,7 @@ class AttachedModel:
             model.register_forward_hook(self._after_pass, with_kwargs=True),
         ]
         self._stamps: dict[AttachedRequest, StepStamp] = {}
+        self._saved: dict[AttachedRequest, list[tuple[Tensor, Tensor]]] = {}  # rings before the step
 
     def _abi(self) -> dict[str, int]:
         """What the bits of rows depend on beside the model: whose attention, at which level of the CPU, with which tie rule."""
@@ -304,11 +306,15 @@ class AttachedModel:
         self, requests: tuple[AttachedRequest, ...], counts: list[int], buffers: StepBuffers, *, padded: int | None = None
     ) -> None:
         """Fills `buffers` for a step, which `settle` or `forget` must end. padded: sequences and tokens to fill, if any more."""
+        self.forget(requests)  # a pass that raised left its step behind
         sequences = [request.sequence for request in requests]
         stamps = self.cache.prepare_step(
             sequences, counts, buffers, padded_sequences=padded or len(counts), padded_tokens=padded or sum(counts)
         )
         self._stamps.update(zip(requests, stamps, strict=True))
+        for request, count in zip(requests, counts, strict=True):
+            if count > 1:  # the row of one token replaces a row that no window reads any more; a pass that raised can run again
+                self._saved[request] = self._rings.save(request.sequence)
 
     def _prepare(self, cache: PagedCache, counts: list[int]) -> None:
         buffers, tokens, batch = self._buffers, sum(counts), len(counts)
@@ -324,6 +330,7 @@ class AttachedModel:
         for request, count in zip(requests, counts, strict=True):
             alone = len(requests) == 1  # a matrix product over more rows rounds otherwise
             request.sequence.settle(self._stamps.pop(request), batch_invariant=alone)
+            self._saved.pop(request, None)
             begin, request.length = request.length, request.length + count
             if request.length // self.block_size == begin // self.block_size:
                 continue
@@ -338,10 +345,12 @@ class AttachedModel:
             request.sequence.commit_point(request.length, dict.fromkeys(staged, request.length))
 
     def forget(self, requests: tuple[AttachedRequest, ...]) -> None:
-        """A step did not run: its tokens can be scheduled again."""
+        """A step did not run, or not to its end: its tokens can be scheduled again, and rings hold what they held before."""
         for request in requests:
+            saved = self._saved.pop(request, [])
             if self._stamps.pop(request, None) is not None and request.sequence.live:
                 request.sequence.restart_from_settled()
+                self._rings.put_back(saved)
 
     # --- passes that did not come from `step`: model(ids, cache=request.cache), model.generate ---
 
@@ -359,7 +368,6 @@ class AttachedModel:
             raise UnsupportedModelError("the attention mask has holes; give ragged batches in packed form")
         if ids.shape[0] != len(cache.requests):
             raise UnsupportedModelError(f"input_ids has {ids.shape[0]} rows, the cache {len(cache.requests)} requests")
-        self.forget(cache.requests)  # a pass that raised left its step behind
         for request, row in zip(cache.requests, ids.tolist(), strict=True):
             self._check_tokens(request, row)
         self._prepare(cache, [ids.shape[1]] * ids.shape[0])

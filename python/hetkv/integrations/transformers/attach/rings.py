@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from .... import Cache, Sequence
     from ...._core import Group
 
+_BLOCK_UNIT = 256  # bytes: block offsets count in these
+
 
 class Rings:
     """Moves tail state between rings and published blocks of one cache.
@@ -70,6 +72,22 @@ class Rings:
                     if name == "gate":
                         half = (half.float() + bias).to(getattr(torch, group.field("overlap_gate").dtype.name))
                     self._cache.write_block(group.name, f"overlap_{name}", block, half.contiguous())
+
+    def save(self, sequence: Sequence) -> list[tuple[Tensor, Tensor]]:
+        """The sequence's rings as they stand: parts of the arena, and copies of them, for `put_back`."""
+        parts = []
+        for group in self._groups:
+            block = sequence.live_block(group.name)
+            if block is not None:
+                ring = self._cache.arena[block * _BLOCK_UNIT :][: group.ring_block_bytes]
+                parts.append((ring, ring.clone()))
+        return parts
+
+    @staticmethod
+    def put_back(parts: list[tuple[Tensor, Tensor]]) -> None:
+        """Undoes what was written into the rings since `save`. The sequence must not have been freed in between."""
+        for ring, copy in parts:
+            ring.copy_(copy)
 
     def _overlap_bias(self, group: Group) -> Tensor:
         bias = self._biases[group.name]
