@@ -236,6 +236,29 @@ def test_a_pass_that_raises_can_be_repeated(model: nn.Module, attached: Attached
 
 
 @torch.no_grad()
+def test_a_pass_without_a_step_writes_nothing(model: nn.Module, attached: AttachedModel) -> None:
+    """The tables of the last step are still in the cache: a pass that no hook prepares would write over rows that count."""
+    ids = torch.tensor([random_tokens(128)])
+    inner: Any = model.model
+    with attached.open(ids[0].tolist()) as request:
+        model(ids[:, :64], cache=request.cache)
+        with attached.step([request], [64]) as step:
+            model(**step.inputs)
+        before = attached.cache.arena.clone()
+        for call, arguments in (
+            (inner, {"cache": request.cache}),
+            (model.forward, {"cache": request.cache}),
+            (model, step.inputs),
+        ):
+            with pytest.raises(UnsupportedModelError, match="no step"):
+                call(**{"input_ids": ids[:, 64:], **arguments})
+        assert torch.equal(attached.cache.arena, before)
+    attached.detach()
+    with pytest.raises(UnsupportedModelError, match="no step"):
+        model(ids[:, 64:], cache=request.cache)
+
+
+@torch.no_grad()
 def test_a_pass_that_raises_leaves_the_rings_as_they_were(model: nn.Module, attached: AttachedModel) -> None:
     """The raised pass has written rows of its own into the rings, over those that the next windows read."""
     prompt = random_tokens(300)

@@ -211,6 +211,8 @@ class AttachedModel:
         except BaseException:
             self.forget(requests)
             raise
+        finally:
+            cache.ready = False
         self.settle(requests, counts)
 
     def run(self, requests: SequenceOf[AttachedRequest], num_tokens: SequenceOf[int]) -> Tensor:
@@ -324,6 +326,7 @@ class AttachedModel:
         cache.slots = {name: slots[:tokens].to(self.device) for name, slots in buffers.slots.items()}
         cache.cu_seqlens_q = buffers.cu_seqlens_q[: batch + 1].to(self.device)
         cache.seqused_k = buffers.seqused_k[:batch].to(self.device)
+        cache.ready = True
 
     def settle(self, requests: tuple[AttachedRequest, ...], counts: list[int]) -> None:
         """The rows of a step are written: they count, and whole blocks are published with the points that are due."""
@@ -347,6 +350,7 @@ class AttachedModel:
     def forget(self, requests: tuple[AttachedRequest, ...]) -> None:
         """A step did not run, or not to its end: its tokens can be scheduled again, and rings hold what they held before."""
         for request in requests:
+            request.cache.ready = False
             saved = self._saved.pop(request, [])
             if self._stamps.pop(request, None) is not None and request.sequence.live:
                 request.sequence.restart_from_settled()
@@ -384,6 +388,7 @@ class AttachedModel:
         cache = kwargs.get("cache", kwargs.get("past_key_values"))
         if torch.compiler.is_compiling() or not isinstance(cache, PagedCache) or cache.in_step:
             return
+        cache.ready = False
         self.settle(cache.requests, cache.num_tokens)
 
     def detach(self) -> None:

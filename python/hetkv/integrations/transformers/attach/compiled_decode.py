@@ -29,6 +29,7 @@ class CompiledDecode:
         self.batch = batch
         device = attached.device
         self._cache = PagedCache(attached, (), in_step=True)
+        self._cache.ready = True  # run() prepares every pass of the graph
         self._cache.block_tables = {name: table.to(device) for name, table in self._buffers.block_tables.items()}
         self._cache.slots = {name: slots.to(device) for name, slots in self._buffers.slots.items()}
         self._cache.cu_seqlens_q = self._buffers.cu_seqlens_q.to(device)

@@ -102,6 +102,7 @@ def _forward_on_blocks(plan: _Layer, stock: Callable[..., Any]) -> Callable[...,
     ) -> tuple[Tensor, None]:
         if not isinstance(cache, PagedCache):
             raise UnsupportedModelError("the model is attached: pass a PagedCache as cache=, or call detach first")
+        cache.check_ready()
         shape = hidden_states.shape[:-1]
         tokens = shape.numel()
         cos, sin = position_embeddings[self.rope_layer_type]

@@ -22,12 +22,14 @@ class PagedCache(TransformersCache):  # type: ignore[misc]  # transformers' clas
 
     arena: uint8 [bytes]. block_tables, slots: by group, int32 [batch, columns] and int64 [tokens]. cu_seqlens_q: int32
     [batch + 1]. seqused_k: int32 [batch]. num_tokens: of each request in the step.
-    in_step: `AttachedModel.step` prepares and settles; otherwise every pass of the model does.
+    in_step: `AttachedModel.step` prepares and settles; otherwise every pass of the model does. ready: prepared, and not settled
+    yet; only then may a pass write.
     """
 
     def __init__(self, attached: AttachedModel, requests: tuple[AttachedRequest, ...], *, in_step: bool = False) -> None:
         super().__init__(layers=[])
         self.in_step = in_step
+        self.ready = False
         self.num_tokens: list[int] = []
         self.attached = attached
         self.requests = requests
@@ -36,6 +38,14 @@ class PagedCache(TransformersCache):  # type: ignore[misc]  # transformers' clas
         self.slots: Mapping[str, Tensor] = {}
         self.cu_seqlens_q: Tensor
         self.seqused_k: Tensor
+
+    def check_ready(self) -> None:
+        """UnsupportedModelError if this pass has no step: its slots would be those of an earlier one, whose rows are settled."""
+        if not self.ready:
+            raise UnsupportedModelError(
+                "the cache has no step for this pass: call the attached model itself, with the cache as a keyword, "
+                "or stay inside `with attached.step(...)`"
+            )
 
     def update(
         self,
@@ -46,6 +56,7 @@ class PagedCache(TransformersCache):  # type: ignore[misc]  # transformers' clas
         **kwargs: Any,  # noqa: ARG002
     ) -> tuple[Tensor, Tensor]:
         """Writes the step's rows into blocks. Returns them as they came: attention reads the blocks."""
+        self.check_ready()
         family = self.attached.family
         family.write_key_value(self, layer_idx, key_states, value_states)
         family.active = self  # for the attention function, which transformers calls next, without the cache
