@@ -194,6 +194,10 @@ def test_refusals_name_what_is_wrong(model: nn.Module, attached: AttachedModel) 
     with attached.open(ids[0].tolist(), max_new_tokens=4) as request:
         with pytest.raises(UnsupportedModelError, match="holes"):
             model(ids, cache=request.cache, attention_mask=torch.tensor([[0] + [1] * 19]))
+        with pytest.raises(UnsupportedModelError, match="attention on blocks is causal"):
+            model(ids, cache=request.cache, attention_mask=torch.zeros(1, 1, 20, 20))
+        with pytest.raises(UnsupportedModelError, match="position_ids other than"):
+            model(ids, cache=request.cache, position_ids=torch.arange(1, 21)[None])
         with pytest.raises(ValueError, match="other tokens"):
             model((ids + 1) % VOCABULARY, cache=request.cache)
         with pytest.raises(UnsupportedModelError, match="2 rows"):

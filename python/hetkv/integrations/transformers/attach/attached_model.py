@@ -367,11 +367,19 @@ class AttachedModel:
         ids = kwargs.get("input_ids", args[0] if args else None)
         if ids is None:
             raise UnsupportedModelError("the pass has no input_ids; embeddings do not identify a prefix")
-        mask = kwargs.get("attention_mask")
-        if isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all()):
+        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+        if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
+            raise UnsupportedModelError("only masks of tokens, [batch, tokens]; attention on blocks is causal")
+        if mask is not None and not bool(mask.all()):
             raise UnsupportedModelError("the attention mask has holes; give ragged batches in packed form")
         if ids.shape[0] != len(cache.requests):
             raise UnsupportedModelError(f"input_ids has {ids.shape[0]} rows, the cache {len(cache.requests)} requests")
+        positions = kwargs.get("position_ids", args[2] if len(args) > 2 else None)
+        if positions is not None:
+            begin = torch.tensor([[request.length] for request in cache.requests], device=positions.device)
+            expected = begin + torch.arange(ids.shape[1], device=positions.device)
+            if positions.shape[-1:] != expected.shape[-1:] or not bool((positions == expected).all()):
+                raise UnsupportedModelError("the pass has position_ids other than those that follow the computed tokens")
         for request, row in zip(cache.requests, ids.tolist(), strict=True):
             self._check_tokens(request, row)
         self._prepare(cache, [ids.shape[1]] * ids.shape[0])
