@@ -18,6 +18,7 @@ transformers = pytest.importorskip("transformers")
 import hetkv  # noqa: E402
 from hetkv.integrations.transformers import Generation, PrefixCache, Runner, TieRule, UnsupportedModelError, adapter_for  # noqa: E402
 from hetkv.integrations.transformers.attach import AttachedModel, attach, detach  # noqa: E402
+from hetkv.tools.demo.models import build_model  # noqa: E402
 from tiny_models import BUILDERS, VOCABULARY  # noqa: E402
 
 FAMILIES = ("deepseek_v4", "gpt_oss", "gemma3")
@@ -283,6 +284,20 @@ def test_a_pass_that_raises_leaves_the_rings_as_they_were(model: nn.Module, atta
     expected = stock(model, prompt, 1)
     for rows in (logits, resumed):
         assert float((rows[-1] - expected.logits[0]).abs().max()) <= BOUND
+
+
+def test_weights_loaded_while_attached_count_in_published_tails() -> None:
+    """A published gate has the position bias added: that of the weights that made it."""
+    model, other, prompt = BUILDERS["deepseek_v4"](), build_model("deepseek_v4", VOCABULARY, 1), random_tokens(150)
+    expected, cache = stock(other, prompt, 4), cache_for(model)
+    served = attach(model, cache, max_sequence_tokens=256)
+    model.load_state_dict(other.state_dict())
+    cache.set_model_version("w1")
+    check_equal(served.generate([prompt], 4)[0], expected)
+    served.detach()
+    served = attach(model, cache, max_sequence_tokens=256)
+    assert cache.probe(prompt).num_recoverable_tokens == 128
+    check_equal(served.generate([prompt], 4)[0], expected)
 
 
 def test_requests_wait_for_memory(model: nn.Module) -> None:

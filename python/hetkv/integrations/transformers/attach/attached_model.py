@@ -126,7 +126,7 @@ class AttachedModel:
         self._max_sequence_tokens = limit
         self._buffers = StepBuffers(cache, max_sequences, max_tokens, limit)
         self.family: AttachedFamily = family(model, cache)
-        self._rings = Rings(cache, self.family.ring_biases())
+        self._rings = Rings(cache, self.family.ring_biases)
         for abi_family, value in self._abi().items():
             cache.set_abi(abi_family, value)
         self._stock_attention: str = model.config._attn_implementation  # type: ignore[union-attr,assignment]

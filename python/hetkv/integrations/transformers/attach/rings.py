@@ -6,6 +6,7 @@ added (as transformers keeps it). A ring holds raw rows by position, gates witho
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,10 +24,11 @@ _BLOCK_UNIT = 256  # bytes: block offsets count in these
 class Rings:
     """Moves tail state between rings and published blocks of one cache.
 
-    biases: tail group with overlap to its layers' position biases, float32 [layers, ratio, 2 * width]. Owns nothing else.
+    biases: gives tail group with overlap to its layers' position biases, float32 [layers, ratio, 2 * width], as the model has
+    them now: weights may be loaded while it is attached. Owns nothing.
     """
 
-    def __init__(self, cache: Cache, biases: dict[str, Tensor]) -> None:
+    def __init__(self, cache: Cache, biases: Callable[[], dict[str, Tensor]]) -> None:
         self._cache = cache
         self._biases = biases
         self._groups = [group for group in cache.layout.groups if group.ring_entries]
@@ -90,7 +92,7 @@ class Rings:
             ring.copy_(copy)
 
     def _overlap_bias(self, group: Group) -> Tensor:
-        bias = self._biases[group.name]
+        bias = self._biases()[group.name]
         return bias[..., : bias.shape[-1] // 2]
 
     def _slots(self, sequence: Sequence, group: Group, name: str, first: int, count: int) -> Tensor:
