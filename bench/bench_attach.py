@@ -2,8 +2,8 @@
 
     python bench/bench_attach.py [--tokens 32768] [--steps 12] [--threads 1] [--json FILE]
 
-A small model with the real ratios, window and 512 selected entries; random weights, float32. Both compute the prompt first, in chunks,
-and then decode the same tokens in turns. The logits of every step are compared.
+Three layers with the real geometry of attention and index, narrow otherwise; random weights, float32. Both compute the prompt
+first, in chunks, and then decode the same tokens in turns. The logits of every step are compared.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ def build(tokens: int) -> nn.Module:
         num_hidden_layers=3,
         layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
         mlp_layer_types=["hash_moe", "hash_moe", "moe"],
-        num_attention_heads=16,
-        head_dim=128,
+        num_attention_heads=64,
+        head_dim=512,
+        partial_rotary_factor=0.125,
         q_lora_rank=128,
+        o_groups=8,
         o_lora_rank=64,
-        index_n_heads=16,
-        index_head_dim=64,
+        index_n_heads=64,
+        index_head_dim=128,
         index_topk=512,
         max_position_embeddings=tokens + 1024,
     )

@@ -261,19 +261,49 @@ def trace_section(content: Json, peers: Rounds) -> list[str]:
     return lines
 
 
-def ops_section(content: Json) -> list[str]:
+def ops_section(content: Json, title: str) -> list[str]:
+    """The CPU ops, each beside its baseline."""
     rows = []
     for line in content["lines"]:
         rate = f"{line['amount'] / line['microseconds'] / 1e3:.1f} {line['unit']}"
         rows.append([line["case"], f"{line['microseconds']:.0f} us", rate, f"{line['ratio']:.2f} x {line['baseline']}"])
     return [
-        "## Ops on the CPU",
+        f"## {title}",
         "",
         f"{made_by(content).rstrip()} Level {content['level']}, {content['threads']} thread(s), torch {content['torch']}.",
         "",
         "Medians; an op and its baseline take turns. The ratio is the baseline's time over the op's: above 1, the op is faster.",
         "",
         *table(["case", "time", "rate", "beside"], rows),
+        "",
+    ]
+
+
+def attach_section(content: Json) -> list[str]:
+    """An attached model beside eager code."""
+    decode, prefill = content["decode_ms"], content["prefill_s"]
+    rows = [
+        [
+            "one token",
+            *(f"{decode[name]:.1f} ms" for name in ("attached", "eager")),
+            f"{decode['eager'] / decode['attached']:.1f} x",
+        ],
+        [
+            "prompt",
+            *(f"{prefill[name]:.1f} s" for name in ("attached", "eager")),
+            f"{prefill['eager'] / prefill['attached']:.1f} x",
+        ],
+    ]
+    return [
+        "## An attached model",
+        "",
+        f"{made_by(content).rstrip()} {content['threads']} thread(s), torch {content['torch']}, transformers "
+        f"{content['transformers']}.",
+        "",
+        f"DeepSeek-V4, three layers with the real geometry of attention and index, float32, {content['tokens']:,} tokens of "
+        f"history. Projections, experts and head are the same code in both. Logits differ by {content['logits_differ']:.1e} at most.",
+        "",
+        *table(["", "attached", "transformers eager", "ratio"], rows),
         "",
     ]
 
@@ -315,9 +345,13 @@ def render() -> str:
         lines += peer_section(compare_json, rounds)
     if replay_json is not None:
         lines += trace_section(replay_json, rounds or Rounds({"rounds": []}))
-    ops_json = load("ops")
-    if ops_json is not None:
-        lines += ops_section(ops_json)
+    for name, title in (("ops", "Ops on the CPU"), ("ops_vllm", "Ops on the CPU beside vLLM's")):
+        ops_json = load(name)
+        if ops_json is not None:
+            lines += ops_section(ops_json, title)
+    attach_json = load("attach")
+    if attach_json is not None:
+        lines += attach_section(attach_json)
     card_json = load("ops_cuda")
     if card_json is not None:
         lines += card_section(card_json)
