@@ -301,7 +301,7 @@ def attach_section(content: Json) -> list[str]:
         f"{content['transformers']}.",
         "",
         f"DeepSeek-V4, three layers with the real geometry of attention and index, float32, {content['tokens']:,} tokens of "
-        f"history. Projections, experts and head are the same code in both. Logits differ by {content['logits_differ']:.1e} at most.",
+        f"history. Projections, experts and head are the same code in both. Logits differ by {content['logits_differ']:.1e}.",
         "",
         *table(["", "attached", "transformers eager", "ratio"], rows),
         "",
