@@ -45,13 +45,23 @@ void index_scores(const IndexScoresParams& params, const IndexToken& token, std:
       }
     }
     score_chunk(query, heads, dim, keys, count, products);
-    for (int k = 0; k < count; ++k) {
-      Float total{};
-      for (int h = 0; h < heads; h += kLanes) {
-        const Float product = load_float(products + k * heads + h);
-        total += load_float(weights + h) * (product < 0.0f ? splat(0.0f) : product);  // NaN stays
+    for (int first = 0; first < count; first += kLanes) {
+      Float totals[kLanes];
+      for (int i = 0; i < kLanes; ++i) {
+        totals[i] = Float{};
+        if (first + i >= count) continue;
+        for (int h = 0; h < heads; h += kLanes) {
+          const Float product = load_float(products + (first + i) * heads + h);
+          totals[i] += load_float(weights + h) * (product < 0.0f ? splat(0.0f) : product);  // NaN stays
+        }
       }
-      scores[from - begin + k] = sum(total);
+      const Float sums = sums_of(totals);
+      float* const to = scores + (from - begin + first);
+      if (first + kLanes <= count) {
+        store(to, sums);
+      } else {
+        for (int i = 0; first + i < count; ++i) to[i] = sums[i];
+      }
     }
   }
 }

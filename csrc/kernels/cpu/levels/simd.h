@@ -148,5 +148,53 @@ inline Float exp2(Float x) {
   return x < -126.0f ? splat(0.0f) : scaled;
 }
 
+// Lanes 0, 0', 1, 1', ... of the lower or upper halves of two vectors.
+template <typename Vector>
+inline Vector zip_low(Vector a, Vector b) {
+#if defined(__AVX512F__)
+  return __builtin_shuffle(a, b, Int{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
+#elif defined(__AVX2__)
+  return __builtin_shuffle(a, b, Int{0, 8, 1, 9, 2, 10, 3, 11});
+#else
+  return __builtin_shuffle(a, b, Int{0, 4, 1, 5});
+#endif
+}
+template <typename Vector>
+inline Vector zip_high(Vector a, Vector b) {
+#if defined(__AVX512F__)
+  return __builtin_shuffle(a, b, Int{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
+#elif defined(__AVX2__)
+  return __builtin_shuffle(a, b, Int{4, 12, 5, 13, 6, 14, 7, 15});
+#else
+  return __builtin_shuffle(a, b, Int{2, 6, 3, 7});
+#endif
+}
+
+// Row i of the square becomes column i. Each zip moves the top bit of the row's number to the end of the column's.
+template <typename Vector>
+inline void transpose(Vector (&rows)[kLanes]) {
+  for (int stage = 1; stage < kLanes; stage *= 2) {
+    Vector next[kLanes];
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes / 2; ++i) {
+      next[2 * i] = zip_low(rows[i], rows[i + kLanes / 2]);
+      next[2 * i + 1] = zip_high(rows[i], rows[i + kLanes / 2]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) rows[i] = next[i];
+  }
+}
+
+// sum() of kLanes vectors at once, the same bits. Uses up the vectors.
+inline Float sums_of(Float (&vectors)[kLanes]) {
+  transpose(vectors);
+#pragma GCC unroll 4
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < width; ++i) vectors[i] += vectors[i + width];
+  }
+  return vectors[0];
+}
+
 }  // namespace
 }  // namespace hetkv::HETKV_LEVEL
