@@ -251,3 +251,14 @@ def test_opcheck() -> None:
     torch.library.opcheck(torch.ops.hetkv.checksum_blocks.default, (arena, BLOCKS), {"block_bytes": 256})
     torch.library.opcheck(torch.ops.hetkv.copy_blocks.default, (arena, offsets(0), offsets(2)), {"num_bytes": 256})
     torch.library.opcheck(torch.ops.hetkv.transfer_blocks.default, (other, arena, offsets(0), offsets(2)), {"num_bytes": 256})
+
+
+def test_compile() -> None:
+    def step(arena: Tensor) -> tuple[Tensor, Tensor]:
+        hetkv.ops.copy_blocks(arena, offsets(0), offsets(2), num_bytes=256)
+        return hetkv.ops.checksum_blocks(arena, BLOCKS, block_bytes=256), hetkv.ops.verify_blocks(arena, BLOCKS, block_bytes=256)
+
+    eager, compiled = arena_of(2048), arena_of(2048)
+    expected, found = step(eager), torch.compile(step, fullgraph=True, backend="aot_eager")(compiled)
+    assert torch.equal(eager, compiled)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))

@@ -286,7 +286,7 @@ def test_refusals_name_op_and_argument_and_write_nothing(change: dict[str, Any],
     assert bool((arena == 0xFF).all())
 
 
-def test_opcheck() -> None:
+def test_opcheck_and_compile() -> None:
     arena = torch.zeros(4096, dtype=torch.uint8)
     tensors = (
         arena, torch.randn(5, 16), torch.randn(5, 16), torch.randn(4, 16), torch.ones(8), torch.ones(5, 2), torch.ones(5, 2),
@@ -297,3 +297,8 @@ def test_opcheck() -> None:
         "section_offset": 0, "entry_format": "float32",
     }  # fmt: skip
     torch.library.opcheck(torch.ops.hetkv.compress.default, tensors, numbers)
+    eager, compiled = arena.clone(), arena.clone()
+    hetkv.ops.compress(eager, *tensors[1:], **numbers)
+    torch.compile(lambda *a: hetkv.ops.compress(*a, **numbers), fullgraph=True, backend="aot_eager")(compiled, *tensors[1:])
+    assert torch.equal(compiled, eager)
+    assert bool(eager.any())
