@@ -2,8 +2,9 @@
 
     python bench/bench_attach.py [--tokens 32768] [--steps 12] [--threads 1] [--json FILE]
 
-Three layers with the real geometry of attention and index, narrow otherwise; random weights, float32. Both compute the prompt
-first, in chunks, and then decode the same tokens in turns. The logits of every step are compared.
+Three layers with the real geometry of attention and index; projections and experts, which are the same code in both, are narrow.
+Random weights, float32. Both compute the prompt first, in chunks, and then decode the same tokens in turns. The logits of every
+step are compared.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ CHUNK = 512
 
 
 def build(tokens: int) -> nn.Module:
-    """Three layers of attention of each kind, with narrow experts, so that attention is what decoding costs."""
+    """A layer of each kind of attention, so narrow otherwise that attention is what decoding costs."""
     config = tiny_config(
         "deepseek_v4",
         512,
-        hidden_size=256,
+        hidden_size=64,
         num_hidden_layers=3,
         layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
         mlp_layer_types=["hash_moe", "hash_moe", "moe"],
         num_attention_heads=64,
         head_dim=512,
         partial_rotary_factor=0.125,
-        q_lora_rank=128,
+        q_lora_rank=16,
         o_groups=8,
-        o_lora_rank=64,
+        o_lora_rank=16,
         index_n_heads=64,
         index_head_dim=128,
         index_topk=512,
