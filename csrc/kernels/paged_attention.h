@@ -1,7 +1,7 @@
 // Attention of the tokens of a step over keys and values in blocks: full or sliding window, grouped heads, sinks. Parameters and entry
 // points.
 //
-// PagedAttentionParams is the kernel ABI, already checked; CUDA kernels are to take the same struct. A kernel owns nothing and keeps nothing.
+// PagedAttentionParams is the kernel ABI, already checked; CPU and CUDA take the same struct. A kernel owns nothing and keeps nothing.
 // The memory behind the pointers must outlive the call.
 //
 // Query token i of sequence b has position p = seqused_k[b] - q_len + (i - cu_seqlens_q[b]) and sees the keys of tokens
@@ -77,10 +77,25 @@ void attend_split_cpu(const PagedAttentionParams& params, const AttentionTile& t
 void combine_splits_cpu(const PagedAttentionParams& params, const AttentionTile& tile, std::int32_t kv_head,
                         std::int32_t num_splits, const float* const* partials, float* scratch) noexcept;
 
-// First key that the tile reads, and one past the last.
+// First key that the token at `position` sees.
 HETKV_HOST_DEVICE inline std::int64_t first_key(const PagedAttentionParams& params, std::int64_t position) {
   return params.window > 0 && position + 1 > params.window ? position + 1 - params.window : 0;
 }
+
+// CUDA, all tokens: on `stream` (a cudaStream_t) of the device that holds all pointers; may be captured. Allocates nothing, grids
+// come from shapes only; lengths, tables and positions are read on the device. A block outside the arena, or a column that the table
+// does not have, counts as absent: its rows are seen by nobody. Every row of out and lse is written.
+//
+// Tensor cores serve queries, keys and values of one 16-bit type whose dim is a multiple of 16 up to 256, offsets of 16 bytes. If the
+// step has few tokens per sequence, by its shape, the decode kernel takes all of them; otherwise each sequence with few tokens of the
+// step, and the prefill kernel the others. Anything else goes through a plain kernel.
+//
+// A token's bits are the same for one kernel, whatever the step holds beside it and however its prompt was cut; between kernels they
+// agree up to rounding, since weights are rounded to the 16-bit type against another running maximum. On tensor cores a value that is not finite
+// makes NaN of what sees it; what does not see it keeps its bits.
+// workspace: attention_workspace_floats, 16-byte aligned; what it holds before and after means nothing.
+std::int64_t attention_workspace_floats(const PagedAttentionParams& params) noexcept;
+void paged_attention_cuda(const PagedAttentionParams& params, float* workspace, void* stream);
 
 // The builds of cpu/levels.
 using AttendTileFn = void(const PagedAttentionParams&, const AttentionTile&, std::int32_t, std::int32_t, float*) noexcept;

@@ -12,48 +12,8 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+constexpr const char* kOp = "paged_attention";
 constexpr std::int64_t kFewItems = 8;  // pieces of a step: below that, work is cut at splits as well
-
-PagedAttentionParams checked_params(const TensorArgument& query, const TensorArgument& arena, const TensorArgument& table,
-                                    const TensorArgument& cu_seqlens_q, const TensorArgument& seqused_k, std::int64_t kv_heads,
-                                    const SectionArguments& key_section, const SectionArguments& value_section,
-                                    const OptionalTensor& sinks) {
-  check_arena(arena);
-  check_ndim(query, 3);
-  check_same_device(query, arena);
-  PagedAttentionParams params;
-  params.query_format = float_format(query);
-  check_contiguous(query);
-  const std::int64_t heads = query.tensor.size(1), dim = query.tensor.size(2);
-  if (dim < 1 || dim > kMaxAttentionDim) {
-    refuse_argument(query.op, "query.size(2)", std::to_string(dim), "1 to " + std::to_string(kMaxAttentionDim));
-  }
-  if (kv_heads < 1 || heads < 1 || heads % kv_heads != 0 || heads / kv_heads > kMaxAttentionTileRows) {
-    refuse_argument(query.op, "num_kv_heads", std::to_string(kv_heads),
-                    "a divisor of the " + std::to_string(heads) + " heads of query, at most " +
-                        std::to_string(kMaxAttentionTileRows) + " heads a group");
-  }
-  params.table = block_table(table, arena);
-  check_dense(seqused_k, arena, ScalarType::Int, {-1}, "");
-  const std::int64_t batch = seqused_k.tensor.size(0);
-  check_size(table, 0, batch, "the sequences of seqused_k");
-  check_dense(cu_seqlens_q, arena, ScalarType::Int, {batch + 1}, "seqused_k.size(0) + 1");
-  params.keys = paged_rows(arena, key_section, kv_heads, dim);
-  params.values = paged_rows(arena, value_section, kv_heads, dim);
-  if (sinks) {
-    check_dense({query.op, "sinks", *sinks}, arena, ScalarType::Float, {heads}, "the heads of query");
-    params.sinks = data_of<float>(*sinks);
-  }
-  params.query = data_of<std::byte>(query.tensor);
-  params.cu_seqlens_q = data_of<std::int32_t>(cu_seqlens_q.tensor);
-  params.seqused_k = data_of<std::int32_t>(seqused_k.tensor);
-  params.num_tokens = query.tensor.size(0);
-  params.num_sequences = batch;
-  params.heads = static_cast<std::int32_t>(heads);
-  params.kv_heads = static_cast<std::int32_t>(kv_heads);
-  params.dim = static_cast<std::int32_t>(dim);
-  return params;
-}
 
 // The tiles of a step, in order; nothing for padding.
 std::vector<AttentionTile> tiles_of(const PagedAttentionParams& params) {
@@ -137,32 +97,75 @@ void attend_in_splits(const PagedAttentionParams& params, const std::vector<Atte
 
 }  // namespace
 
+PagedAttentionCall paged_attention_call(const PagedAttentionTensors& tensors, const PagedAttentionSettings& settings) {
+  const Tensor& query = tensors.query;
+  const TensorArgument query_argument{kOp, "query", query}, arena{kOp, "arena", tensors.arena},
+      table{kOp, "block_table", tensors.block_table}, cu_seqlens_q{kOp, "cu_seqlens_q", tensors.cu_seqlens_q},
+      seqused_k{kOp, "seqused_k", tensors.seqused_k};
+  SectionArguments key_section{settings.rows_per_block, settings.key_offset, 0, settings.entry_format},
+      value_section{settings.rows_per_block, settings.value_offset, 0, settings.entry_format};
+  key_section.offset_name = "key_offset";
+  value_section.offset_name = "value_offset";
+  check_arena(arena);
+  check_ndim(query_argument, 3);
+  check_same_device(query_argument, arena);
+  PagedAttentionParams params;
+  params.query_format = float_format(query_argument);
+  check_contiguous(query_argument);
+  const std::int64_t heads = query.size(1), dim = query.size(2), kv_heads = settings.num_kv_heads;
+  if (dim < 1 || dim > kMaxAttentionDim) {
+    refuse_argument(kOp, "query.size(2)", std::to_string(dim), "1 to " + std::to_string(kMaxAttentionDim));
+  }
+  if (kv_heads < 1 || heads < 1 || heads % kv_heads != 0 || heads / kv_heads > kMaxAttentionTileRows) {
+    refuse_argument(kOp, "num_kv_heads", std::to_string(kv_heads),
+                    "a divisor of the " + std::to_string(heads) + " heads of query, at most " +
+                        std::to_string(kMaxAttentionTileRows) + " heads a group");
+  }
+  params.table = block_table(table, arena);
+  check_dense(seqused_k, arena, ScalarType::Int, {-1}, "");
+  const std::int64_t batch = seqused_k.tensor.size(0);
+  check_size(table, 0, batch, "the sequences of seqused_k");
+  check_dense(cu_seqlens_q, arena, ScalarType::Int, {batch + 1}, "seqused_k.size(0) + 1");
+  params.keys = paged_rows(arena, key_section, kv_heads, dim);
+  params.values = paged_rows(arena, value_section, kv_heads, dim);
+  if (tensors.sinks) {
+    check_dense({kOp, "sinks", *tensors.sinks}, arena, ScalarType::Float, {heads}, "the heads of query");
+    params.sinks = data_of<float>(*tensors.sinks);
+  }
+  if (params.keys.format >= EntryFormat::kFp8Packed) {
+    refuse_argument(kOp, "entry_format", settings.entry_format, "float32, float16 or bfloat16");
+  }
+  check_not_negative(kOp, "window", settings.window);
+  if (!(settings.softcap >= 0.0)) {
+    refuse_argument(kOp, "softcap", std::to_string(settings.softcap), "0 (none) or more");
+  }
+  params.window = static_cast<std::int32_t>(std::min<std::int64_t>(settings.window, INT32_MAX));
+  params.scale = static_cast<float>(settings.scale);
+  params.softcap = static_cast<float>(settings.softcap);
+  params.query = data_of<std::byte>(query);
+  params.cu_seqlens_q = data_of<std::int32_t>(tensors.cu_seqlens_q);
+  params.seqused_k = data_of<std::int32_t>(tensors.seqused_k);
+  params.num_tokens = query.size(0);
+  params.num_sequences = batch;
+  params.heads = static_cast<std::int32_t>(heads);
+  params.kv_heads = static_cast<std::int32_t>(kv_heads);
+  params.dim = static_cast<std::int32_t>(dim);
+  PagedAttentionCall call{params, torch::stable::new_empty(query, {params.num_tokens, heads, dim}),
+                          torch::stable::new_empty(query, {params.num_tokens, heads}, ScalarType::Float)};
+  call.params.out = static_cast<std::byte*>(call.out.mutable_data_ptr());
+  call.params.lse = static_cast<float*>(call.lse.mutable_data_ptr());
+  return call;
+}
+
 std::tuple<Tensor, Tensor> paged_attention_cpu(Tensor query, Tensor arena, Tensor block_table, Tensor cu_seqlens_q,
                                                Tensor seqused_k, std::int64_t num_kv_heads, std::int64_t rows_per_block,
                                                std::int64_t key_offset, std::int64_t value_offset, std::string entry_format,
                                                double scale, std::int64_t window, OptionalTensor sinks, double softcap) {
-  constexpr const char* kOp = "paged_attention";
+  const PagedAttentionCall call =
+      paged_attention_call({query, arena, block_table, cu_seqlens_q, seqused_k, sinks},
+                           {num_kv_heads, rows_per_block, key_offset, value_offset, entry_format, scale, window, softcap});
+  const auto& [params, out, lse] = call;
   const TensorArgument table{kOp, "block_table", block_table};
-  SectionArguments key_section{rows_per_block, key_offset, 0, entry_format},
-      value_section{rows_per_block, value_offset, 0, entry_format};
-  key_section.offset_name = "key_offset";
-  value_section.offset_name = "value_offset";
-  PagedAttentionParams params =
-      checked_params({kOp, "query", query}, {kOp, "arena", arena}, table, {kOp, "cu_seqlens_q", cu_seqlens_q},
-                     {kOp, "seqused_k", seqused_k}, num_kv_heads, key_section, value_section, sinks);
-  if (params.keys.format >= EntryFormat::kFp8Packed) {
-    refuse_argument(kOp, "entry_format", entry_format, "float32, float16 or bfloat16");
-  }
-  check_not_negative(kOp, "window", window);
-  if (!(softcap >= 0.0)) refuse_argument(kOp, "softcap", std::to_string(softcap), "0 (none) or more");
-  params.window = static_cast<std::int32_t>(std::min<std::int64_t>(window, INT32_MAX));
-  params.scale = static_cast<float>(scale);
-  params.softcap = static_cast<float>(softcap);
-
-  Tensor out = torch::stable::new_empty(query, {query.size(0), query.size(1), query.size(2)});
-  Tensor lse = torch::stable::new_empty(query, {query.size(0), query.size(1)}, ScalarType::Float);
-  params.out = static_cast<std::byte*>(out.mutable_data_ptr());
-  params.lse = static_cast<float*>(lse.mutable_data_ptr());
   std::memset(params.out, 0, static_cast<std::size_t>(out.numel()) * out.element_size());
   std::fill_n(params.lse, lse.numel(), -__builtin_inff());
   if (params.num_tokens == 0 || params.num_sequences == 0) return {out, lse};

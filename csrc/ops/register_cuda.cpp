@@ -3,6 +3,7 @@
 
 #include "ops/block_copy.h"
 #include "ops/compress.h"
+#include "ops/paged_attention.h"
 #include "ops/row_copy.h"
 #include "ops/sparse_attention.h"
 #include "ops/verify.h"
@@ -19,4 +20,5 @@ STABLE_TORCH_LIBRARY_IMPL(hetkv, CUDA, m) {
   m.impl("checksum_blocks", TORCH_BOX(&hetkv::ops::checksum_blocks_cuda));
   m.impl("copy_blocks", TORCH_BOX(&hetkv::ops::copy_blocks_cuda));
   m.impl("transfer_blocks", TORCH_BOX(&hetkv::ops::transfer_blocks_cuda));
+  m.impl("paged_attention", TORCH_BOX(&hetkv::ops::paged_attention_cuda));
 }
