@@ -1,8 +1,12 @@
-// Attention over a window of raw rows and compressed entries, in one softmax; keys are values. Parameters and entry points.
+// Attention over a window of raw rows and compressed entries, in one softmax; a key's leading values are its value. Parameters and entry
+// points.
 //
 // Token at position p sees rows [max(0, p - window + 1), p] of the window table, then the entries of its list `selected` (-1: none),
 // or, without a list, all entries [0, floor((p + 1) / ratio)). Each head may have a sink; the output's trailing values are rotated by
 // the token's inverse rotation. Tokens of no sequence get output 0 and lse -inf.
+//
+// DeepSeek-V4: window rows and entries of 512 values, all of them the value. DeepSeek-V3.2, absorbed: no window (0), the entries are
+// the tokens themselves (ratio 1), 512 latent values that are the value and 64 rotated ones that only keys have.
 //
 // A token's result has the same bits whatever the step holds beside it: window rows by position, then the list in order. On CUDA the
 // bits follow also from the number of splits, and so from the shapes of the step; between shapes results agree up to rounding.
@@ -15,17 +19,18 @@
 
 namespace hetkv {
 
-inline constexpr int kMaxSparseDim = 512;
-inline constexpr int kSparseTileHeads = 64;  // heads that share a loaded row
+inline constexpr int kMaxSparseDim = 576;
+inline constexpr int kSparseTileHeads = 64;    // heads that share a loaded row
+inline constexpr int kSparseTileValues = 512;  // of an output vector on tensor cores
 
 struct SparseAttentionParams {
-  PagedRows window_rows;
+  PagedRows window_rows;  // without a window: as entries
   PagedRows entries;
   BlockTable window_table;
   BlockTable entry_table;                  // blocks null: no entries
   const std::int32_t* selected = nullptr;  // [num_tokens, num_selected], or null: all visible entries
   const std::byte* query = nullptr;        // [num_tokens, heads, dim] of query_format, dense
-  std::byte* out = nullptr;                // the same
+  std::byte* out = nullptr;                // [num_tokens, heads, value_dim], the same
   float* lse = nullptr;                    // [num_tokens, heads], natural, without the sink
   const std::int32_t* cu_seqlens_q = nullptr;
   const std::int32_t* seqused_k = nullptr;
@@ -36,10 +41,11 @@ struct SparseAttentionParams {
   std::int64_t num_sequences = 0;
   std::int64_t ratio = 1;
   std::int32_t num_selected = 0;
-  std::int32_t window = 0;
+  std::int32_t window = 0;  // 0: none
   std::int32_t heads = 0;
   std::int32_t dim = 0;
-  std::int32_t rope = 0;
+  std::int32_t value_dim = 0;  // the leading values of a row that are its value: 1 to dim
+  std::int32_t rope = 0;       // at most value_dim
   float scale = 0.0f;
   EntryFormat query_format = EntryFormat::kFloat32;
 };
@@ -74,13 +80,13 @@ inline std::int64_t sparse_splits(const SparseAttentionParams& params) noexcept 
 // Floats of device workspace; 0 with one split.
 inline std::int64_t sparse_workspace_floats(const SparseAttentionParams& params) noexcept {
   const std::int64_t splits = sparse_splits(params);
-  return splits == 1 ? 0 : params.num_tokens * splits * params.heads * (kMaxSparseDim + 2);
+  return splits == 1 ? 0 : params.num_tokens * splits * params.heads * (kSparseTileValues + 2);
 }
 
 // All tokens and heads, on a stream of the arena's device. Every pointer is device memory. Rows and entries outside the arena or the
-// tables, and selected entries that a token does not see, count as absent. bfloat16 and float16 of dimension 512 with rows of the same
-// type, and bfloat16 with packed rows, run on tensor cores, with weights rounded to 16 bits; everything else in float, without a promise
-// of speed. Throws CudaError if a launch is refused. Thread-safe over distinct workspaces, allocates nothing, does not block; may be
+// tables, and selected entries that a token does not see, count as absent. 512 values with rows of 512 or 576, of one 16-bit type with
+// the query, and bfloat16 with packed rows of 512, run on tensor cores, with weights rounded to 16 bits; everything else in float, without
+// a promise of speed. Throws CudaError if a launch is refused. Thread-safe over distinct workspaces, allocates nothing, does not block; may be
 // captured.
 void sparse_attention_cuda(const SparseAttentionParams& params, float* workspace, void* stream);
 

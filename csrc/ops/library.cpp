@@ -39,8 +39,8 @@ STABLE_TORCH_LIBRARY(hetkv, m) {
       "sparse_attention(Tensor query, Tensor arena, Tensor window_table, Tensor? entry_table, Tensor? selected, "
       "Tensor cu_seqlens_q, Tensor seqused_k, *, int window, int window_rows_per_block, int window_offset, str window_format, "
       "float scale, int window_scale_offset=0, int ratio=1, int entry_rows_per_block=1, int entry_offset=0, "
-      "str entry_format='float32', int entry_scale_offset=0, Tensor? sinks=None, Tensor? cos=None, Tensor? sin=None) "
-      "-> (Tensor, Tensor)");
+      "str entry_format='float32', int entry_scale_offset=0, Tensor? sinks=None, Tensor? cos=None, Tensor? sin=None, "
+      "int value_dim=0) -> (Tensor, Tensor)");
   m.def(
       "verify_blocks(Tensor arena, Tensor blocks, *, int block_bytes, Tensor? checksums=None, Tensor? zero_ranges=None, "
       "Tensor? finite_ranges=None, int base_alignment=1, int stride_alignment=1) -> Tensor");

@@ -19,9 +19,9 @@ void check_rotation(SparseAttentionParams& params, const TensorArgument& arena, 
   if (!t.cos || !t.sin) refuse_argument(kOp, t.cos ? "sin" : "cos", "None", "a tensor, where the other one is");
   check_dense({kOp, "cos", *t.cos}, arena, ScalarType::Float, {params.num_tokens, -1}, "the tokens of query");
   check_dense({kOp, "sin", *t.sin}, arena, ScalarType::Float, {params.num_tokens, t.cos->size(1)}, "as cos");
-  if (2 * t.cos->size(1) > params.dim) {
+  if (2 * t.cos->size(1) > params.value_dim) {
     refuse_argument(kOp, "cos.size(1)", std::to_string(t.cos->size(1)),
-                    "at most half of the " + std::to_string(params.dim) + " values");
+                    "at most half of the " + std::to_string(params.value_dim) + " values of the output");
   }
   params.cos = data_of<float>(*t.cos);
   params.sin = data_of<float>(*t.sin);
@@ -47,7 +47,7 @@ std::vector<SparseToken> tokens_of(const SparseAttentionParams& params, const Sp
     const std::int64_t begin = params.cu_seqlens_q[b], end = params.cu_seqlens_q[b + 1], used = params.seqused_k[b];
     if (used == 0 || begin == end) continue;
     const std::int64_t first_position = used - (end - begin);
-    const std::int64_t first_row = std::max<std::int64_t>(0, first_position + 1 - params.window);
+    const std::int64_t first_row = params.window == 0 ? used : std::max<std::int64_t>(0, first_position + 1 - params.window);
     check_blocks({kOp, "window_table", t.window_table}, params.window_table, params.window_rows, b, first_row, used);
     if (params.entry_table.blocks != nullptr)
       check_blocks({kOp, "entry_table", *t.entry_table}, params.entry_table, params.entries, b, 0, used / params.ratio);
@@ -61,8 +61,9 @@ std::vector<SparseToken> tokens_of(const SparseAttentionParams& params, const Sp
 
 }  // namespace
 
-SparseAttentionParams sparse_attention_params(const SparseTensors& t, std::int64_t window, std::int64_t ratio, double scale,
-                                              const SectionArguments& window_section, const SectionArguments& entry_section) {
+SparseAttentionParams sparse_attention_params(const SparseTensors& t, std::int64_t window, std::int64_t value_dim,
+                                              std::int64_t ratio, double scale, const SectionArguments& window_section,
+                                              const SectionArguments& entry_section) {
   const TensorArgument arena{kOp, "arena", t.arena}, query{kOp, "query", t.query}, windows{kOp, "window_table", t.window_table};
   check_arena(arena);
   check_ndim(query, 3);
@@ -78,19 +79,26 @@ SparseAttentionParams sparse_attention_params(const SparseTensors& t, std::int64
   params.num_tokens = t.query.size(0);
   params.heads = static_cast<std::int32_t>(heads);
   params.dim = static_cast<std::int32_t>(dim);
+  if (value_dim < 0 || value_dim > dim) {
+    refuse_argument(kOp, "value_dim", std::to_string(value_dim),
+                    "0 for all, or up to the " + std::to_string(dim) + " values of a row");
+  }
+  params.value_dim = static_cast<std::int32_t>(value_dim == 0 ? dim : value_dim);
   params.window_table = block_table(windows, arena);
   check_dense({kOp, "seqused_k", t.seqused_k}, arena, ScalarType::Int, {-1}, "");
   params.num_sequences = t.seqused_k.size(0);
   check_size(windows, 0, params.num_sequences, "the sequences of seqused_k");
   check_dense({kOp, "cu_seqlens_q", t.cu_seqlens_q}, arena, ScalarType::Int, {params.num_sequences + 1}, "seqused_k.size(0) + 1");
-  if (window < 1) refuse_argument(kOp, "window", std::to_string(window), "at least 1: the token itself");
+  if (window < 0) refuse_argument(kOp, "window", std::to_string(window), "at least 1: the token itself, or 0: none");
+  if (window == 0 && !t.entry_table) refuse_argument(kOp, "entry_table", "None", "a tensor, where window is 0");
   if (ratio < 1) refuse_argument(kOp, "ratio", std::to_string(ratio), "at least 1");
-  params.window_rows = paged_rows(arena, window_section, 1, dim);
+  if (window > 0) params.window_rows = paged_rows(arena, window_section, 1, dim);
   if (t.entry_table) {
     const TensorArgument entries{kOp, "entry_table", *t.entry_table};
     params.entry_table = block_table(entries, arena);
     check_size(entries, 0, params.num_sequences, "the sequences of seqused_k");
     params.entries = paged_rows(arena, entry_section, 1, dim);
+    if (window == 0) params.window_rows = params.entries;
   }
   if (t.selected) {
     if (!t.entry_table) refuse_argument(kOp, "entry_table", "None", "a tensor, where selected is");
@@ -129,12 +137,13 @@ std::tuple<Tensor, Tensor> sparse_attention_cpu(Tensor query, Tensor arena, Tens
                                                 std::int64_t window_scale_offset, std::int64_t ratio,
                                                 std::int64_t entry_rows_per_block, std::int64_t entry_offset,
                                                 std::string entry_format, std::int64_t entry_scale_offset, OptionalTensor sinks,
-                                                OptionalTensor cos, OptionalTensor sin) {
+                                                OptionalTensor cos, OptionalTensor sin, std::int64_t value_dim) {
   const SparseTensors tensors{query, arena, window_table, entry_table, selected, cu_seqlens_q, seqused_k, sinks, cos, sin};
-  SparseAttentionParams params = sparse_attention_params(
-      tensors, window, ratio, scale, window_section(window_rows_per_block, window_offset, window_scale_offset, window_format),
-      entry_section(entry_rows_per_block, entry_offset, entry_scale_offset, entry_format));
-  Tensor out = torch::stable::new_empty(query, {query.size(0), query.size(1), query.size(2)});
+  SparseAttentionParams params =
+      sparse_attention_params(tensors, window, value_dim, ratio, scale,
+                              window_section(window_rows_per_block, window_offset, window_scale_offset, window_format),
+                              entry_section(entry_rows_per_block, entry_offset, entry_scale_offset, entry_format));
+  Tensor out = torch::stable::new_empty(query, {query.size(0), query.size(1), params.value_dim});
   Tensor lse = torch::stable::new_empty(query, {query.size(0), query.size(1)}, ScalarType::Float);
   params.out = static_cast<std::byte*>(out.mutable_data_ptr());
   params.lse = static_cast<float*>(lse.mutable_data_ptr());

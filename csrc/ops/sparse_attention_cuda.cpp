@@ -17,13 +17,13 @@ std::tuple<Tensor, Tensor> sparse_attention_cuda(Tensor query, Tensor arena, Ten
                                                  std::int64_t window_scale_offset, std::int64_t ratio,
                                                  std::int64_t entry_rows_per_block, std::int64_t entry_offset,
                                                  std::string entry_format, std::int64_t entry_scale_offset, OptionalTensor sinks,
-                                                 OptionalTensor cos, OptionalTensor sin) {
+                                                 OptionalTensor cos, OptionalTensor sin, std::int64_t value_dim) {
   SparseAttentionParams params = sparse_attention_params(
-      {query, arena, window_table, entry_table, selected, cu_seqlens_q, seqused_k, sinks, cos, sin}, window, ratio, scale,
-      window_section(window_rows_per_block, window_offset, window_scale_offset, window_format),
+      {query, arena, window_table, entry_table, selected, cu_seqlens_q, seqused_k, sinks, cos, sin}, window, value_dim, ratio,
+      scale, window_section(window_rows_per_block, window_offset, window_scale_offset, window_format),
       entry_section(entry_rows_per_block, entry_offset, entry_scale_offset, entry_format));
   const torch::stable::accelerator::DeviceGuard guard(arena.get_device_index());
-  Tensor out = torch::stable::new_empty(query, {query.size(0), query.size(1), query.size(2)});
+  Tensor out = torch::stable::new_empty(query, {query.size(0), query.size(1), params.value_dim});
   Tensor lse = torch::stable::new_empty(query, {query.size(0), query.size(1)}, ScalarType::Float);
   params.out = static_cast<std::byte*>(out.mutable_data_ptr());
   params.lse = static_cast<float*>(lse.mutable_data_ptr());

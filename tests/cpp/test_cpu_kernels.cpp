@@ -253,7 +253,7 @@ TEST_P(CpuKernels, SparseAttentionStaysInsideItsRows) {
   params.ratio = 4;
   params.window = 10;
   params.heads = heads;
-  params.dim = dim;
+  params.dim = params.value_dim = dim;
   params.scale = 0.2f;
   std::vector<float> scratch(static_cast<std::size_t>(sparse_scratch_floats(params)));
   level(portable::sparse_attention, avx2::sparse_attention, avx512::sparse_attention)(params, {0, 0, 23}, 0, scratch.data());

@@ -86,6 +86,16 @@ def test_routed_attention_of_deepseek_v4(entry_format: str, counts: list[int], h
     routed.check(query, counts, None, bound=2e-2, **more)
 
 
+@pytest.mark.parametrize("entry_format", SIXTEEN_BITS)
+@pytest.mark.parametrize("counts", [[1, 1], [2, 0], [20, 3]], ids=["decode", "two tokens", "prefill"])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_selected_tokens_of_deepseek_v32(entry_format: str, counts: list[int], heads: int) -> None:
+    routed = Routed([430, 129], heads=heads, dim=576, window=0, ratio=1, entry_format=entry_format, value_dim=512)
+    query = routed.world.randn(sum(counts), heads, 576).to(SIXTEEN_BITS[entry_format])
+    routed.check(query, counts, routed.select(counts, 400), bound=2e-2)
+    routed.check(query.float(), counts, routed.select(counts, 64), bound=2e-5)
+
+
 @pytest.mark.parametrize("entry_format", ["fp8_index", "mxfp4_index", "bfloat16"])
 def test_index_scores_of_exact_products(entry_format: str) -> None:
     """Queries that 16 bits hold, so that only the order of the sums is the kernel's."""

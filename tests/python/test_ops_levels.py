@@ -12,7 +12,13 @@ import pytest
 import hetkv.ops
 
 HERE = Path(__file__).parent
-FILES = ("test_ops_write.py", "test_ops_compress.py", "test_ops_paged_attention.py", "test_ops_sparse.py")
+FILES = (
+    "test_ops_write.py",
+    "test_ops_compress.py",
+    "test_ops_paged_attention.py",
+    "test_ops_sparse.py",
+    "test_ops_sparse_tokens.py",
+)
 NARROWER = hetkv.ops.CPU_LEVELS[: hetkv.ops.CPU_LEVELS.index(hetkv.ops.cpu_level())]
 
 

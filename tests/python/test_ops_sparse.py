@@ -175,15 +175,19 @@ class Routed:
         ratio: int = 4,
         row_format: str = "float32",
         entry_format: str = "float32",
+        value_dim: int = 0,
         seed: int = 0,
     ) -> None:
         self.lengths, self.heads, self.dim, self.window, self.ratio = lengths, heads, dim, window, ratio
+        self.value_dim = value_dim
         self.rows_at, self.entries_at = section(row_format, dim, 8), section(entry_format, dim, 2, offset=64)
         blocks = sum(n // 8 + 2 + n // ratio // 2 + 2 for n in lengths)
         self.world = World(seed, blocks, max(self.rows_at.end, self.entries_at.end))
         self.window_table = self.world.table(lengths, 8)
         self.entry_table = self.world.table([n // ratio for n in lengths], 2)
         self.rows = [self.world.put(self.rows_at, self.window_table[b], self.world.randn(n, dim)) for b, n in enumerate(lengths)]
+        if window == 0:
+            self.window_table = self.window_table[:, :0]
         self.entries = [
             self.world.put(self.entries_at, self.entry_table[b], self.world.randn(n // ratio, dim)) for b, n in enumerate(lengths)
         ]
@@ -201,6 +205,7 @@ class Routed:
             "entry_format": self.entries_at.entry_format,
             "entry_scale_offset": self.entries_at.scale_offset,
             "scale": self.dim**-0.5,
+            "value_dim": self.value_dim,
         }
 
     def select(self, counts: list[int], k: int) -> Tensor:
@@ -238,6 +243,7 @@ class Routed:
                     scale=self.dim**-0.5,
                     sinks=more.get("sinks"),
                     rotation=rotation,
+                    value_dim=self.value_dim,
                 )
                 torch.testing.assert_close(out[token].double(), expected, rtol=bound, atol=bound)
                 torch.testing.assert_close(lse[token].double(), expected_lse, rtol=1e-5, atol=1e-4)
@@ -249,11 +255,13 @@ class Routed:
 def test_ragged_batches_against_the_reference(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=3))
     counts = [data.draw(st.integers(0, min(n, 30))) for n in lengths]
+    dim = data.draw(st.sampled_from([8, 24, 64]))
     routed = Routed(
         lengths,
         heads=data.draw(st.sampled_from([1, 5, 16, 70])),
-        dim=data.draw(st.sampled_from([8, 24, 64])),
-        window=data.draw(st.sampled_from([1, 2, 16, 100])),
+        dim=dim,
+        window=data.draw(st.sampled_from([0, 1, 2, 16, 100])),
+        value_dim=data.draw(st.sampled_from([0, 6, 7, dim - 1, dim])),
         ratio=data.draw(st.sampled_from([1, 4, 32])),
         row_format=data.draw(st.sampled_from(list(formats.DTYPES))),
         entry_format=data.draw(st.sampled_from(list(formats.DTYPES))),
@@ -283,8 +291,9 @@ def test_the_shape_of_deepseek_v4(entry_format: str) -> None:
     )  # fmt: skip
 
 
-def test_any_chunking_batch_and_number_of_threads_give_the_same_bits() -> None:
-    routed = Routed([150, 40], heads=16, dim=64)
+@pytest.mark.parametrize("form", [{}, {"window": 0, "ratio": 1, "value_dim": 48}], ids=["V4", "V3.2"])
+def test_any_chunking_batch_and_number_of_threads_give_the_same_bits(form: dict[str, int]) -> None:
+    routed = Routed([150, 40], heads=16, dim=64, **form)
     query, selected = routed.world.randn(190, 16, 64), routed.select([150, 40], 12)
     whole, _ = routed.run(query, [150, 40], selected)
     before = torch.get_num_threads()
@@ -316,7 +325,7 @@ def test_a_hole_in_the_selection_changes_nothing() -> None:
 def test_window_only_padding_and_nothing() -> None:
     routed = Routed([20, 30])
     query = routed.world.randn(3, 5, 24)
-    numbers = {name: value for name, value in routed.numbers().items() if name.startswith(("window", "scale"))}
+    numbers = {name: value for name, value in routed.numbers().items() if name.startswith(("window", "scale", "value"))}
     used = torch.tensor([20, 0], dtype=torch.int32)
     out, lse = hetkv.ops.sparse_attention(
         query, routed.world.arena, routed.window_table, None, None, sums([1, 1]), used, **numbers
@@ -347,7 +356,11 @@ def test_window_only_padding_and_nothing() -> None:
     [
         ({"query": torch.zeros(1, 5, 24, dtype=torch.float64)}, "query.dtype"),
         ({"query": torch.zeros(1, 5, 600)}, r"query.shape\[1:\]"),
-        ({"window": 0}, "window = 0"),
+        ({"window": -1}, "window = -1"),
+        ({"window": 0, "entry_table": None}, "entry_table = None"),
+        ({"value_dim": 25}, "value_dim = 25"),
+        ({"value_dim": -1}, "value_dim = -1"),
+        ({"value_dim": 5, "cos": torch.zeros(1, 3), "sin": torch.zeros(1, 3)}, r"cos.size\(1\) = 3"),
         ({"ratio": 0}, "ratio = 0"),
         ({"selected": torch.tensor([[16]], dtype=torch.int32)}, r"selected\[0, 0\] = 16"),
         ({"selected": torch.tensor([[-2]], dtype=torch.int32)}, r"selected\[0, 0\] = -2"),

@@ -31,10 +31,10 @@ struct Sequence {
 
 struct Shape {
   EntryFormat query_format = kB16, window_format = kB16, entry_format = kB16;
-  std::int32_t heads = 64, dim = 512, window = 40, ratio = 4;
-  std::int32_t num_selected = 24;  // -1: all that are visible; -2: no entries at all
-  std::int32_t rope = 64;          // 0: no rotation
-  std::int32_t columns = 4;        // of each table
+  std::int32_t heads = 64, dim = 512, value_dim = 0, window = 40, ratio = 4;  // value_dim 0: dim
+  std::int32_t num_selected = 24;                                             // -1: all that are visible; -2: no entries at all
+  std::int32_t rope = 64;                                                     // 0: no rotation
+  std::int32_t columns = 4;                                                   // of each table
   bool sinks = true;
   std::size_t shared_limit = kSm90;
   std::int64_t first_block = 0;  // the arena's pointer is biased, so that block offsets begin here
@@ -42,8 +42,9 @@ struct Shape {
 
 void PrintTo(const Shape& s, std::ostream* out) {
   *out << "formats " << static_cast<int>(s.query_format) << static_cast<int>(s.window_format) << static_cast<int>(s.entry_format)
-       << ", " << s.heads << " x " << s.dim << ", window " << s.window << ", ratio " << s.ratio << ", selected " << s.num_selected
-       << ", rope " << s.rope << ", columns " << s.columns << ", shared " << s.shared_limit << ", first block " << s.first_block;
+       << ", " << s.heads << " x " << s.dim << ", value " << s.value_dim << ", window " << s.window << ", ratio " << s.ratio
+       << ", selected " << s.num_selected << ", rope " << s.rope << ", columns " << s.columns << ", shared " << s.shared_limit
+       << ", first block " << s.first_block;
 }
 
 float half_value(std::uint16_t bits) {
@@ -113,7 +114,8 @@ class World {
       const std::int32_t count = std::abs(sequence.count), used = real ? sequence.first_position + count : 0;
       cu_seqlens_.push_back(cu_seqlens_.back() + count);
       seqused_.push_back(used);
-      write(params_.window_rows, window_table_, b, std::max(0, sequence.first_position + 1 - shape.window), used, random);
+      if (shape.window > 0)
+        write(params_.window_rows, window_table_, b, std::max(0, sequence.first_position + 1 - shape.window), used, random);
       if (has_entries) write(params_.entries, entry_table_, b, 0, used / shape.ratio, random);
     }
     params_.num_sequences = batch;
@@ -136,7 +138,7 @@ class World {
   Result run(simt::Device& device) {
     Result result;
     const std::int64_t vectors = params_.num_tokens * shape_.heads;
-    result.out.assign(static_cast<std::size_t>(vectors * entry_data_bytes(shape_.query_format, shape_.dim)), std::byte{0xff});
+    result.out.assign(static_cast<std::size_t>(vectors * out_bytes()), std::byte{0xff});
     result.lse.assign(static_cast<std::size_t>(vectors), std::numeric_limits<float>::quiet_NaN());
     std::vector<float4> workspace(static_cast<std::size_t>(sparse_workspace_floats(params_) + 3) / 4);
     params_.out = result.out.data();
@@ -166,6 +168,7 @@ class World {
 
   const SparseAttentionParams& params() const { return params_; }
   std::int64_t vector_bytes() const { return entry_data_bytes(shape_.query_format, shape_.dim); }
+  std::int64_t out_bytes() const { return entry_data_bytes(shape_.query_format, value_dim()); }
 
  private:
   struct alignas(16) float4 {
@@ -173,6 +176,7 @@ class World {
   };
   static constexpr int kWindowShift = 5, kEntryShift = 4;
 
+  std::int32_t value_dim() const { return shape_.value_dim == 0 ? shape_.dim : shape_.value_dim; }
   std::size_t at(std::int64_t sequence, std::int64_t column) const {
     return static_cast<std::size_t>(sequence * shape_.columns + column);
   }
@@ -225,12 +229,17 @@ class World {
     params_.query_format = shape_.query_format;
     params_.heads = shape_.heads;
     params_.dim = shape_.dim;
+    params_.value_dim = value_dim();
     params_.window = shape_.window;
     params_.ratio = shape_.ratio;
     params_.scale = 2.0f / std::sqrt(static_cast<float>(shape_.dim));
     params_.cu_seqlens_q = cu_seqlens_.data();
     params_.seqused_k = seqused_.data();
     params_.window_table = {window_table_.data(), shape_.columns, shape_.columns};
+    if (shape_.window == 0) {
+      params_.window_rows = params_.entries;
+      params_.window_table = {};
+    }
     if (shape_.num_selected > -2) params_.entry_table = {entry_table_.data(), shape_.columns, shape_.columns};
     if (shape_.num_selected >= 0) {
       for (std::int64_t token = 0; token < tokens; ++token) {
@@ -331,7 +340,7 @@ class World {
     } else {
       EXPECT_NEAR(std::log(sum), static_cast<double>(lse), 2e-5);
     }
-    std::vector<double> wanted(static_cast<std::size_t>(shape_.dim)), sizes(wanted.size());
+    std::vector<double> wanted(static_cast<std::size_t>(value_dim())), sizes(wanted.size());
     for (std::size_t d = 0; d < wanted.size(); ++d) {
       for (std::size_t k = 0; k < keys.size(); ++k) {
         wanted[d] += weights[k] / total * static_cast<double>(keys[k][d]);
@@ -350,7 +359,7 @@ class World {
     const double unit = shape_.query_format == kB16 ? 0x1p-7 : shape_.query_format == kF16 ? 0x1p-10 : 1e-5;
     double worst = 0.0;
     for (std::size_t d = 0; d < wanted.size(); ++d) {
-      const float got = value_at(shape_.query_format, result.out.data(), vector * shape_.dim + static_cast<std::int64_t>(d));
+      const float got = value_at(shape_.query_format, result.out.data(), vector * value_dim() + static_cast<std::int64_t>(d));
       const double off = std::fabs(static_cast<double>(got) - wanted[d]);
       worst = off <= worst ? worst : off;  // NaN is the worst
     }
@@ -398,6 +407,28 @@ INSTANTIATE_TEST_SUITE_P(
                     Shape{.window_format = kPacked, .entry_format = kPacked, .window = 100, .num_selected = 200, .columns = 8},
                     Shape{.window = 100, .num_selected = 200, .columns = 8, .shared_limit = kSm80}));
 
+// Selected tokens: keys of 576 values of which 512 are the value, without a window and, though no model does, with one.
+constexpr Shape token_form(EntryFormat format, std::int32_t heads, std::int32_t num_selected, std::size_t shared_limit = kSm90) {
+  return {.query_format = format == kPacked ? kB16 : format,
+          .window_format = format,
+          .entry_format = format,
+          .heads = heads,
+          .dim = 576,
+          .value_dim = 512,
+          .window = 0,
+          .ratio = 1,
+          .num_selected = num_selected,
+          .rope = 0,
+          .columns = 8,
+          .sinks = false,
+          .shared_limit = shared_limit};
+}
+INSTANTIATE_TEST_SUITE_P(Tokens, SparseAttention,
+                         testing::Values(token_form(kB16, 64, 40), token_form(kB16, 64, 40, kSm120), token_form(kB16, 20, 400),
+                                         token_form(kF16, 64, 400), token_form(kF16, 20, 40), token_form(kB16, 72, -1),
+                                         token_form(kB16, 8, 0),
+                                         Shape{.heads = 8, .dim = 576, .value_dim = 512, .window = 40, .columns = 8}));
+
 INSTANTIATE_TEST_SUITE_P(
     Edges, SparseAttention,
     testing::Values(
@@ -411,7 +442,9 @@ INSTANTIATE_TEST_SUITE_P(
 // What tensor cores do not serve.
 INSTANTIATE_TEST_SUITE_P(
     Plain, SparseAttention,
-    testing::Values(Shape{.query_format = kF32, .window_format = kF32, .entry_format = kF32, .heads = 4},
+    testing::Values(token_form(kF32, 4, 40), token_form(kF32, 3, -1), token_form(kPacked, 2, 40), Shape{.heads = 2, .dim = 576},
+                    Shape{.heads = 2, .value_dim = 448}, Shape{.heads = 2, .dim = 70, .value_dim = 33, .rope = 32},
+                    Shape{.query_format = kF32, .window_format = kF32, .entry_format = kF32, .heads = 4},
                     Shape{.query_format = kF32, .window_format = kPacked, .entry_format = kB16, .heads = 3, .dim = 192},
                     Shape{.query_format = kB16, .window_format = kF32, .entry_format = kF16, .heads = 2, .dim = 70, .rope = 14},
                     Shape{.query_format = kF16, .window_format = kF16, .entry_format = kF16, .heads = 2, .dim = 33, .rope = 32}));
@@ -431,10 +464,12 @@ TEST(SparseAttentionLosses, BlocksOutsideTheArenaAreAbsent) {
 
 // Bits of a sequence in a step do not depend on what the other sequences are.
 TEST(SparseAttentionBits, DoNotDependOnNeighbours) {
-  for (const std::int32_t columns : {8, 32}) {
-    const Shape shape{.window_format = kPacked, .entry_format = kPacked, .heads = 8, .num_selected = -1, .columns = columns};
+  const Shape few{.window_format = kPacked, .entry_format = kPacked, .heads = 8, .num_selected = -1, .columns = 8};
+  Shape many = few;
+  many.columns = 32;
+  for (const Shape& shape : {few, many, token_form(kB16, 8, 40), token_form(kB16, 8, 400)}) {
     World one(shape, {{99, 1}, {0, 2}}), other(shape, {{99, 1}, {70, 2}});
-    EXPECT_EQ(columns == 32, sparse_splits(one.params()) > 1);
+    EXPECT_EQ(shape.columns == 32 || shape.num_selected == 400, sparse_splits(one.params()) > 1);
     const auto run = [](World& world) {
       simt::Device device;
       World::Result result = world.run(device);
@@ -442,7 +477,7 @@ TEST(SparseAttentionBits, DoNotDependOnNeighbours) {
       return result;
     };
     const World::Result a = run(one), b = run(other);
-    const auto bytes = static_cast<std::ptrdiff_t>(shape.heads * one.vector_bytes());
+    const auto bytes = static_cast<std::ptrdiff_t>(shape.heads * one.out_bytes());
     EXPECT_TRUE(std::equal(a.out.begin(), a.out.begin() + bytes, b.out.begin()));
     EXPECT_TRUE(std::equal(a.lse.begin(), a.lse.begin() + shape.heads, b.lse.begin()));
   }
@@ -463,6 +498,11 @@ TEST(SparseAttentionSplits, FollowFromShapes) {
   params.selected = &block;
   params.num_selected = 512;
   EXPECT_EQ(2, sparse_splits(params));
+  params.window = 0;  // selected tokens
+  params.window_table.columns = 0;
+  params.num_selected = 2048;
+  EXPECT_EQ((2048 + 319) / 320, sparse_splits(params));
+  EXPECT_EQ(7 * 64 * (512 + 2), sparse_workspace_floats(params));
   params.num_tokens = 129;
   EXPECT_EQ(1, sparse_splits(params));
   EXPECT_EQ(0, sparse_workspace_floats(params));

@@ -1,4 +1,4 @@
-// Tensor-core sparse attention for keys of 512 values that are values too.
+// Tensor-core sparse attention for keys of 512 values that are values too, or of 576 whose first 512 are.
 //
 // A block has the heads of one token (all 64, or 32 of them) and goes through its keys in tiles. One tile in shared memory serves both
 // products: row by row for the scores, transposed for the weighted sum. Scores are cut by heads, keys and values over the 8 warps; their
@@ -24,24 +24,27 @@ namespace {
 using gpu::SparseKeys;
 
 constexpr int kThreads = 256, kWarps = 8;
-constexpr int kDim = 512, kRowBytes = 2 * kDim, kChunks = kRowBytes / 16;
-constexpr int kWarpValues = kDim / kWarps;  // of the weighted sum
-constexpr int kPackedBytes = 576, kPackedChunks = kPackedBytes / 16, kCodeChunks = (kDim - kPackedRope) / 16;
+constexpr int kValues = kSparseTileValues, kOutBytes = 2 * kValues;
+constexpr int kLatentDim = 576;                // of keys that have more values than they are worth
+constexpr int kWarpValues = kValues / kWarps;  // of the weighted sum
+constexpr int kPackedBytes = 576, kPackedChunks = kPackedBytes / 16, kCodeChunks = (kValues - kPackedRope) / 16;
 constexpr float kLog2e = 1.44269504f;
 constexpr std::int64_t kMaxGridX = (std::int64_t{1} << 31) - 1;
 
 // How a block cuts its work, and where things lie in shared memory.
-template <int kHeads_, int kKeys_, bool kPacked_>
+template <int kHeads_, int kKeys_, bool kPacked_, int kDim_ = kValues>
 struct Tiling {
-  static constexpr int kHeads = kHeads_, kKeys = kKeys_;
+  static constexpr int kHeads = kHeads_, kKeys = kKeys_, kDim = kDim_;
   static constexpr bool kPacked = kPacked_;
-  static constexpr int kHeadGroups = kHeads / 32, kKeyGroups = kHeads == 64 ? 2 : 1;
+  static constexpr int kRowBytes = 2 * kDim, kChunks = kRowBytes / 16;
+  static constexpr int kHeadGroups = kHeads / 32, kKeyGroups = kHeads == 64 || kDim / kWarps % 16 != 0 ? 2 : 1;
   static constexpr int kValueGroups = kWarps / (kHeadGroups * kKeyGroups);
   static constexpr int kGroupKeys = kKeys / kKeyGroups, kGroupValues = kDim / kValueGroups;
-  static constexpr bool kQueryInRegisters = kValueGroups == kWarps;  // each warp needs its values only
-  static constexpr int kKeyTiles = kGroupKeys / 8;                   // of a warp's scores
-  static constexpr int kRowThreads = kThreads / kHeads;              // of a row of the softmax
-  static constexpr int kQuads = kKeys / 4 / kRowThreads;             // of 4 keys, of such a thread
+  static constexpr int kSteps = kGroupValues / 16;
+  static constexpr bool kQueryInRegisters = kHeads == 32;  // each warp needs its values only
+  static constexpr int kKeyTiles = kGroupKeys / 8;         // of a warp's scores
+  static constexpr int kRowThreads = kThreads / kHeads;    // of a row of the softmax
+  static constexpr int kQuads = kKeys / 4 / kRowThreads;   // of 4 keys, of such a thread
 
   static constexpr int kStages = kPacked ? 1 : 2;
   static constexpr int kTileBytes = kKeys * kRowBytes, kScoreBytes = kHeads * kKeys * 4;
@@ -53,7 +56,8 @@ struct Tiling {
   static constexpr int kAlphas = kScales + (kPacked ? 2 * kKeys * 8 : 0);
   static constexpr int kLses = kAlphas + kHeads * 4;
   static constexpr int kBytes = kLses + kHeads * 4;
-  static_assert(kGroupKeys % 16 == 0 && kKeys * 4 >= 128 && kOffsets % 8 == 0);
+  static_assert(kGroupKeys % 16 == 0 && kGroupValues % 16 == 0 && kChunks % 8 == 0 && (!kPacked || kDim == kValues) &&
+                kKeys * 4 >= 128 && kOffsets % 8 == 0);
 };
 
 // Where a key's row begins, from the arena's start; -1: absent.
@@ -106,12 +110,18 @@ HETKV_DEVICE_INLINE int score_column(int row, int column) { return column ^ (((r
 template <typename T>
 HETKV_DEVICE_INLINE void copy_rows(const std::byte* arena, const std::byte* nowhere, const std::int64_t* offsets,
                                    std::uint32_t tile) {
-  const int chunk = static_cast<int>(threadIdx.x) % kChunks;
-#pragma unroll 4
-  for (int row = static_cast<int>(threadIdx.x) / kChunks; row < T::kKeys; row += kThreads / kChunks) {
+  const auto copy = [&](int row, int chunk) {
     const std::int64_t offset = offsets[row];
-    gpu::copy_async_16(swizzled(tile, row, kRowBytes, chunk), offset < 0 ? nowhere : arena + offset + chunk * 16,
+    gpu::copy_async_16(swizzled(tile, row, T::kRowBytes, chunk), offset < 0 ? nowhere : arena + offset + chunk * 16,
                        offset < 0 ? 0 : 16);
+  };
+  const int thread = static_cast<int>(threadIdx.x);
+  if constexpr (kThreads % T::kChunks == 0) {  // a thread keeps its chunk
+#pragma unroll 4
+    for (int row = thread / T::kChunks; row < T::kKeys; row += kThreads / T::kChunks) copy(row, thread % T::kChunks);
+  } else {
+#pragma unroll 4
+    for (int item = thread; item < T::kKeys * T::kChunks; item += kThreads) copy(item / T::kChunks, item % T::kChunks);
   }
 }
 
@@ -145,7 +155,7 @@ HETKV_DEVICE_INLINE void unpack_codes(const uint4& codes, std::uint32_t scale, u
 template <typename T>
 HETKV_DEVICE_INLINE void unpack_rows(const std::byte* raw, const std::byte* scales, std::byte* tile) {
   const auto store = [tile](int row, int chunk, const uint4& value) {
-    *reinterpret_cast<uint4*>(tile + row * kRowBytes + ((chunk ^ (row & 7)) << 4)) = value;
+    *reinterpret_cast<uint4*>(tile + row * T::kRowBytes + ((chunk ^ (row & 7)) << 4)) = value;
   };
 #pragma unroll 1
   for (int item = static_cast<int>(threadIdx.x); item < T::kKeys * kPackedChunks; item += kThreads) {
@@ -178,24 +188,26 @@ HETKV_DEVICE_INLINE std::uint32_t pack(float low, float high) {
   return kHalf == EntryFormat::kBFloat16 ? gpu::pack_bf16(low, high) : gpu::pack_f16(low, high);
 }
 
-// The queries of 32 heads from `head` on, values [first, first + 64), as fragments for 4 steps of 16.
+// The queries of 32 heads from `head` on, values [first, first + kGroupValues), as fragments for steps of 16.
+template <typename T>
 struct QueryRegisters {
-  std::uint32_t a[2][4][4];
+  std::uint32_t a[2][T::kSteps][4];
 };
+template <typename T>
 HETKV_DEVICE_INLINE void load_query(const SparseAttentionParams& params, std::int64_t token, int head, int first,
-                                    QueryRegisters& query) {
+                                    QueryRegisters<T>& query) {
   const int g = static_cast<int>(threadIdx.x) % 32 / 4, t = static_cast<int>(threadIdx.x) % 4;
-  const std::byte* const base = params.query + token * params.heads * kRowBytes;
+  const std::byte* const base = params.query + token * params.heads * T::kRowBytes;
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
+    for (int step = 0; step < T::kSteps; ++step) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int row = head + m * 16 + g + 8 * (i % 2), value = first + step * 16 + 2 * t + 8 * (i / 2);
         query.a[m][step][i] =
             row < params.heads
-                ? *reinterpret_cast<const std::uint32_t*>(base + static_cast<std::int64_t>(row) * kRowBytes + 2 * value)
+                ? *reinterpret_cast<const std::uint32_t*>(base + static_cast<std::int64_t>(row) * T::kRowBytes + 2 * value)
                 : 0u;
       }
     }
@@ -204,7 +216,7 @@ HETKV_DEVICE_INLINE void load_query(const SparseAttentionParams& params, std::in
 
 // One warp's part of the scores: 32 heads x kGroupKeys keys over kGroupValues values, stored to its place in `scores`.
 template <typename T, EntryFormat kHalf>
-HETKV_DEVICE_INLINE void score_tile(std::uint32_t query, const QueryRegisters& registers, std::uint32_t tile, float* scores) {
+HETKV_DEVICE_INLINE void score_tile(std::uint32_t query, const QueryRegisters<T>& registers, std::uint32_t tile, float* scores) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int value_group = warp / (T::kHeadGroups * T::kKeyGroups);
   const int head = warp % T::kHeadGroups * 32, key = warp / T::kHeadGroups % T::kKeyGroups * T::kGroupKeys;
@@ -212,8 +224,8 @@ HETKV_DEVICE_INLINE void score_tile(std::uint32_t query, const QueryRegisters& r
   float sums[2][T::kKeyTiles][4] = {};
   const int a_row = head + lane % 16, a_chunk = first_chunk + lane / 16;
   const int b_row = key + lane % 8 + lane / 16 * 8, b_chunk = first_chunk + lane / 8 % 2;
-#pragma unroll(T::kQueryInRegisters ? 4 : 2)
-  for (int step = 0; step < T::kGroupValues / 16; ++step) {
+#pragma unroll(T::kQueryInRegisters ? T::kSteps : 2)
+  for (int step = 0; step < T::kSteps; ++step) {
     std::uint32_t a[2][4];
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
@@ -221,13 +233,13 @@ HETKV_DEVICE_INLINE void score_tile(std::uint32_t query, const QueryRegisters& r
 #pragma unroll
         for (int i = 0; i < 4; ++i) a[m][i] = registers.a[m][step][i];
       } else {
-        gpu::load_matrix_x4(a[m], swizzled(query, a_row + m * 16, kRowBytes, a_chunk + 2 * step));
+        gpu::load_matrix_x4(a[m], swizzled(query, a_row + m * 16, T::kRowBytes, a_chunk + 2 * step));
       }
     }
 #pragma unroll
     for (int n = 0; n < T::kKeyTiles; n += 2) {
       std::uint32_t b[4];
-      gpu::load_matrix_x4(b, swizzled(tile, b_row + n * 8, kRowBytes, b_chunk + 2 * step));
+      gpu::load_matrix_x4(b, swizzled(tile, b_row + n * 8, T::kRowBytes, b_chunk + 2 * step));
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
         multiply<kHalf>(sums[m][n], a[m], b[0], b[1]);
@@ -333,7 +345,7 @@ HETKV_DEVICE_INLINE void weigh_tile(std::uint32_t weights, std::uint32_t tile, c
 #pragma unroll
     for (int n = 0; n < kWarpValues / 8; n += 2) {
       std::uint32_t b[4];
-      gpu::load_matrix_x4_trans(b, swizzled(tile, step * 16 + lane % 16, kRowBytes, warp * kWarpValues / 8 + n + lane / 16));
+      gpu::load_matrix_x4_trans(b, swizzled(tile, step * 16 + lane % 16, T::kRowBytes, warp * kWarpValues / 8 + n + lane / 16));
 #pragma unroll
       for (int m = 0; m < T::kHeads / 16; ++m) {
         multiply<kHalf>(out[m][n], a[m], b[0], b[1]);
@@ -348,10 +360,15 @@ template <typename T, EntryFormat kHalf>
 HETKV_DEVICE_INLINE void store_out(const SparseAttentionParams& params, std::int64_t token, int head, const float* factors,
                                    const float (&out)[T::kHeads / 16][kWarpValues / 8][4]) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+#ifdef HETKV_PLANT_OUT_AS_WIDE_AS_KEYS
+  constexpr int kVectorBytes = T::kRowBytes;
+#else
+  constexpr int kVectorBytes = kOutBytes;
+#endif
 #pragma unroll
   for (int n = 0; n < kWarpValues / 8; ++n) {
-    const int value = warp * kWarpValues + n * 8 + lane % 4 * 2, pair = (value - (kDim - params.rope)) / 2;
-    const bool turned = params.rope > 0 && value >= kDim - params.rope;
+    const int value = warp * kWarpValues + n * 8 + lane % 4 * 2, pair = (value - (kValues - params.rope)) / 2;
+    const bool turned = params.rope > 0 && value >= kValues - params.rope;
     const float cos = turned ? params.cos[token * (params.rope / 2) + pair] : 1.0f;
     const float sin = turned ? params.sin[token * (params.rope / 2) + pair] : 0.0f;
 #pragma unroll
@@ -362,7 +379,7 @@ HETKV_DEVICE_INLINE void store_out(const SparseAttentionParams& params, std::int
         if (head + row >= params.heads) continue;
         const float a = out[m][n][2 * half] * factors[row], b = out[m][n][2 * half + 1] * factors[row];
         const std::uint32_t bits = turned ? pack<kHalf>(a * cos + b * sin, b * cos - a * sin) : pack<kHalf>(a, b);
-        *reinterpret_cast<std::uint32_t*>(params.out + (token * params.heads + head + row) * kRowBytes + 2 * value) = bits;
+        *reinterpret_cast<std::uint32_t*>(params.out + (token * params.heads + head + row) * kVectorBytes + 2 * value) = bits;
       }
     }
   }
@@ -433,15 +450,16 @@ __global__ void __launch_bounds__(kThreads, 1)
     *reinterpret_cast<uint2*>(shared + T::kScales + (tile % 2 * T::kKeys + thread) * 8) = scales;
   };
 
-  QueryRegisters registers;
+  QueryRegisters<T> registers;
   if constexpr (T::kQueryInRegisters) {
-    load_query(params, token, head, thread / 32 * kWarpValues, registers);
+    load_query<T>(params, token, head, thread / 32 / (T::kHeadGroups * T::kKeyGroups) * T::kGroupValues, registers);
   } else {
-    for (int item = thread; item < T::kHeads * kChunks; item += kThreads) {
-      const int row = item / kChunks, chunk = item % kChunks;
+    for (int item = thread; item < T::kHeads * T::kChunks; item += kThreads) {
+      const int row = item / T::kChunks, chunk = item % T::kChunks;
       const bool real = head + row < params.heads;
-      gpu::copy_async_16(swizzled(query, row, kRowBytes, chunk),
-                         params.query + (real ? (token * params.heads + head + row) * kRowBytes + chunk * 16 : 0), real ? 16 : 0);
+      gpu::copy_async_16(swizzled(query, row, T::kRowBytes, chunk),
+                         params.query + (real ? (token * params.heads + head + row) * T::kRowBytes + chunk * 16 : 0),
+                         real ? 16 : 0);
     }
     gpu::copy_async_commit();
   }
@@ -553,10 +571,24 @@ void launch_fitting(const SparseAttentionParams& params, const gpu::SparseParts&
   }
 }
 
+// The same for keys of 576 values: 64 heads leave no room for more than 32 keys.
+template <EntryFormat kHalf>
+void launch_latent(const SparseAttentionParams& params, const gpu::SparseParts& parts, cudaStream_t stream) {
+  using Middle = Tiling<64, 32, false, kLatentDim>;
+  using Small = Tiling<32, 32, false, kLatentDim>;
+  static_assert(Middle::kBytes <= 166912 && Small::kBytes <= 101376);
+  if (params.heads <= 32 || shared_bytes_limit("sparse_attention") < Middle::kBytes) {
+    launch_tiles<Small, kHalf>(params, parts, stream);
+  } else {
+    launch_tiles<Middle, kHalf>(params, parts, stream);
+  }
+}
+
 // Whether the rows are of one 16-bit type or packed, where 16-byte copies reach them.
 bool fits_tiles(const PagedRows& rows, EntryFormat half) {
   if (rows.data_offset % 16 != 0) return false;
-  if (rows.format == EntryFormat::kFp8Packed) return half == EntryFormat::kBFloat16 && rows.scale_offset % 8 == 0;
+  if (rows.format == EntryFormat::kFp8Packed)
+    return rows.width == kValues && half == EntryFormat::kBFloat16 && rows.scale_offset % 8 == 0;
   return rows.format == half;
 }
 
@@ -566,8 +598,9 @@ void sparse_attention_cuda(const SparseAttentionParams& params, float* workspace
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   const bool has_entries = params.entry_table.blocks != nullptr;
   const EntryFormat half = params.query_format;
-  const bool tiles = params.dim == kDim && half != EntryFormat::kFloat32 && fits_tiles(params.window_rows, half) &&
-                     (!has_entries || fits_tiles(params.entries, half));
+  const bool latent = params.dim == kLatentDim;
+  const bool tiles = params.value_dim == kValues && (params.dim == kValues || latent) && half != EntryFormat::kFloat32 &&
+                     fits_tiles(params.window_rows, half) && (!has_entries || fits_tiles(params.entries, half));
   if (!tiles || params.num_tokens > kMaxGridX) {
     gpu::sparse_attention_rows(params, cuda_stream);
     return;
@@ -575,7 +608,13 @@ void sparse_attention_cuda(const SparseAttentionParams& params, float* workspace
   const gpu::SparseParts parts = gpu::sparse_parts(params, workspace);
   const bool packed =
       params.window_rows.format == EntryFormat::kFp8Packed || (has_entries && params.entries.format == EntryFormat::kFp8Packed);
-  if (packed) {
+  if (latent) {
+    if (half == EntryFormat::kBFloat16) {
+      launch_latent<EntryFormat::kBFloat16>(params, parts, cuda_stream);
+    } else {
+      launch_latent<EntryFormat::kFloat16>(params, parts, cuda_stream);
+    }
+  } else if (packed) {
     launch_fitting<true, EntryFormat::kBFloat16>(params, parts, cuda_stream);
   } else if (half == EntryFormat::kBFloat16) {
     launch_fitting<false, EntryFormat::kBFloat16>(params, parts, cuda_stream);

@@ -9,7 +9,7 @@ namespace hetkv::gpu {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kQuads = kMaxSparseDim / 128;  // float4 of a lane
+constexpr int kQuads = kSparseTileValues / 128;  // float4 of a lane
 constexpr std::int64_t kMaxGridX = (std::int64_t{1} << 31) - 1;
 
 __global__ void __launch_bounds__(kThreads) sparse_combine_kernel(const SparseAttentionParams params, const SparseParts parts) {
@@ -51,15 +51,15 @@ __global__ void __launch_bounds__(kThreads) sparse_combine_kernel(const SparseAt
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         float a = out[i][2 * j] * finish.factor, b = out[i][2 * j + 1] * finish.factor;
-        const int pair = (value + 2 * j - (kMaxSparseDim - params.rope)) / 2;
-        if (params.rope > 0 && value + 2 * j >= kMaxSparseDim - params.rope) {
+        const int pair = (value + 2 * j - (kSparseTileValues - params.rope)) / 2;
+        if (params.rope > 0 && value + 2 * j >= kSparseTileValues - params.rope) {
           const float turned = a * cos[pair] + b * sin[pair];
           b = b * cos[pair] - a * sin[pair];
           a = turned;
         }
         pairs[j] = params.query_format == EntryFormat::kBFloat16 ? pack_bf16(a, b) : pack_f16(a, b);
       }
-      *reinterpret_cast<uint2*>(params.out + 2 * (vector * kMaxSparseDim + value)) = make_uint2(pairs[0], pairs[1]);
+      *reinterpret_cast<uint2*>(params.out + 2 * (vector * kSparseTileValues + value)) = make_uint2(pairs[0], pairs[1]);
     }
     if (lane == 0) params.lse[vector] = finish.lse;
   }

@@ -17,7 +17,7 @@ struct SparseParts {
     return (token * splits + split) * params.heads + head;
   }
   HETKV_DEVICE_INLINE float* out(const SparseAttentionParams& params, std::int64_t token, std::int64_t split, int head) const {
-    return sums + index(params, token, split, head) * kMaxSparseDim;
+    return sums + index(params, token, split, head) * kSparseTileValues;
   }
   HETKV_DEVICE_INLINE float2* state(const SparseAttentionParams& params, std::int64_t token, std::int64_t split, int head) const {
     return states + index(params, token, split, head);
@@ -29,11 +29,11 @@ inline SparseParts sparse_parts(const SparseAttentionParams& params, float* work
   parts.splits = sparse_splits(params);
   if (parts.splits == 1) return parts;
   parts.sums = workspace;
-  parts.states = reinterpret_cast<float2*>(workspace + params.num_tokens * parts.splits * params.heads * kMaxSparseDim);
+  parts.states = reinterpret_cast<float2*>(workspace + params.num_tokens * parts.splits * params.heads * kSparseTileValues);
   return parts;
 }
 
-// Dimension 512, output in 16 bits.
+// 512 values, output in 16 bits.
 void combine_sparse_parts(const SparseAttentionParams& params, const SparseParts& parts, cudaStream_t stream);
 
 }  // namespace hetkv::gpu

@@ -8,12 +8,12 @@
 
 namespace hetkv::gpu {
 
-// A token and how many keys it has of each kind. Absent keys count as places.
+// A token and how many keys it has of each kind: none if it belongs to no sequence. Absent keys count as places.
 struct SparseKeys {
   std::int64_t sequence = 0;
   std::int64_t token = 0;
   std::int64_t first_row = 0;
-  int window_rows = 0;  // 0: the token belongs to no sequence
+  int window_rows = 0;
   int entries = 0;
   int visible = 0;  // entries that the token may see
 };

@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads) sparse_rows_kernel(const SparseAtten
 #pragma unroll
     for (int i = 0; i < kValues; ++i) vector[lane + 32 * i] = sums.out[i] * finish.factor;
     __syncwarp();
-    float* const turned = vector + params.dim - params.rope;
+    float* const turned = vector + params.value_dim - params.rope;
     for (int pair = lane; pair < params.rope / 2; pair += 32) {
       const std::int64_t at = token * (params.rope / 2) + pair;
       const float a = turned[2 * pair], b = turned[2 * pair + 1];
@@ -77,8 +77,8 @@ __global__ void __launch_bounds__(kThreads) sparse_rows_kernel(const SparseAtten
       turned[2 * pair + 1] = b * params.cos[at] - a * params.sin[at];
     }
     __syncwarp();
-    std::byte* const out = params.out + task * vector_bytes;
-    for (int value = lane; value < params.dim; value += 32) {
+    std::byte* const out = params.out + task * entry_data_bytes(params.query_format, params.value_dim);
+    for (int value = lane; value < params.value_dim; value += 32) {
       if (params.query_format == EntryFormat::kFloat32) {
         reinterpret_cast<float*>(out)[value] = vector[value];
       } else {

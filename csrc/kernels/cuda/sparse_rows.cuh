@@ -1,4 +1,4 @@
-// Sparse attention of any format and dimension, in float.
+// Sparse attention of any format and dimensions, in float.
 #pragma once
 
 #include <cuda_runtime.h>

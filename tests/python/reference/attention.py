@@ -55,12 +55,14 @@ def sparse(
     scale: float,
     sinks: Tensor | None,
     rotation: tuple[Tensor, Tensor] | None,
+    value_dim: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """All heads of one token: window rows and selected entries in one softmax, the output rotated back."""
+    """All heads of one token: window rows and selected entries in one softmax, the output rotated back. value_dim 0: all."""
     keys = torch.cat([rows[max(0, position - window + 1) : position + 1], entries[selected]])
+    values = keys[:, : value_dim or keys.shape[1]]
     outs, lses = [], []
     for head, vector in enumerate(query):
-        out, lse = softmax_attention(vector, keys, keys, scale=scale, sink=None if sinks is None else float(sinks[head]))
+        out, lse = softmax_attention(vector, keys, values, scale=scale, sink=None if sinks is None else float(sinks[head]))
         outs.append(out)
         lses.append(lse)
     out = torch.stack(outs)

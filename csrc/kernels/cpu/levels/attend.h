@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kChunkKeys = 64;
 constexpr int kMaxTileRows = 64;
-constexpr int kMaxHeadDim = 512;
+constexpr int kMaxHeadDim = 576;
 constexpr float kLog2e = 1.44269504088896341f;
 
 // Rows padded to whole vectors.
@@ -22,20 +22,21 @@ constexpr int padded_rows(int rows) { return (rows + kLanes - 1) / kLanes * kLan
 
 // Running softmax of a tile. Memory: see TileScratch.
 struct Tile {
-  int rows = 0;    // padded_rows of the real ones
-  int dim = 0;     // a multiple of kLanes, zero-padded
-  float* query;    // [dim][rows], times scale and log2(e)
-  float* scores;   // [kChunkKeys][rows]
-  float* largest;  // [rows], of the scores so far; -inf at first
-  float* sums;     // [rows]
-  float* out;      // [rows][dim], not yet divided by the sums
+  int rows = 0;     // padded_rows of the real ones
+  int dim = 0;      // of keys: a multiple of kLanes, zero-padded
+  int out_dim = 0;  // of values, the same; at most dim where keys are values
+  float* query;     // [dim][rows], times scale and log2(e)
+  float* scores;    // [kChunkKeys][rows]
+  float* largest;   // [rows], of the scores so far; -inf at first
+  float* sums;      // [rows]
+  float* out;       // [rows][out_dim], not yet divided by the sums
 };
 
 // Keys [0, count) of a chunk; row r of the tile sees keys [first[r], last[r]). null: every row sees all.
 struct Chunk {
   int count = 0;
   const float* key[kChunkKeys];    // dim values each, zero-padded
-  const float* value[kChunkKeys];  // the same
+  const float* value[kChunkKeys];  // out_dim values each; what they hold behind the real ones goes into out and no further
   const std::int32_t* first = nullptr;
   const std::int32_t* last = nullptr;
 };
@@ -45,7 +46,7 @@ inline void reset(Tile& tile) {
     tile.largest[r] = -__builtin_inff();
     tile.sums[r] = 0.0f;
   }
-  __builtin_memset(tile.out, 0, sizeof(float) * static_cast<std::size_t>(tile.rows) * static_cast<std::size_t>(tile.dim));
+  __builtin_memset(tile.out, 0, sizeof(float) * static_cast<std::size_t>(tile.rows) * static_cast<std::size_t>(tile.out_dim));
 }
 
 // scores[k][r] = key k . query r, for kKeys keys and kVectors vectors of rows.
@@ -149,7 +150,8 @@ template <int kRows, int kVectors>
 inline void add_values(Tile& tile, const Chunk& chunk, const float* alpha, int row, int d) {
   Float sums[std::size_t{kRows}][std::size_t{kVectors}];
   for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kVectors; ++v) sums[r][v] = load_float(tile.out + (row + r) * tile.dim + d + v * kLanes) * alpha[row + r];
+    for (int v = 0; v < kVectors; ++v)
+      sums[r][v] = load_float(tile.out + (row + r) * tile.out_dim + d + v * kLanes) * alpha[row + r];
   }
   if (chunk.first == nullptr) {
     add_keys<kRows, kVectors>(sums, tile, chunk, row, d, 0, chunk.count);
@@ -171,15 +173,15 @@ inline void add_values(Tile& tile, const Chunk& chunk, const float* alpha, int r
     }
   }
   for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kVectors; ++v) store(tile.out + (row + r) * tile.dim + d + v * kLanes, sums[r][v]);
+    for (int v = 0; v < kVectors; ++v) store(tile.out + (row + r) * tile.out_dim + d + v * kLanes, sums[r][v]);
   }
 }
 
 template <int kRows>
 inline void add_all_values(Tile& tile, const Chunk& chunk, const float* alpha, int row) {
   int d = 0;
-  for (; d + 4 * kLanes <= tile.dim; d += 4 * kLanes) add_values<kRows, 4>(tile, chunk, alpha, row, d);
-  for (; d < tile.dim; d += kLanes) add_values<kRows, 1>(tile, chunk, alpha, row, d);
+  for (; d + 4 * kLanes <= tile.out_dim; d += 4 * kLanes) add_values<kRows, 4>(tile, chunk, alpha, row, d);
+  for (; d < tile.out_dim; d += kLanes) add_values<kRows, 1>(tile, chunk, alpha, row, d);
 }
 
 // One chunk of keys for the first `real_rows` rows of the tile. softcap 0: none.
@@ -202,9 +204,9 @@ inline void merge(Tile& tile, int real_rows, const float* largest, const float* 
     const float mine = exp2(splat(before - base))[0], theirs = exp2(splat(largest[r] - base))[0];
     tile.largest[r] = most;
     tile.sums[r] = tile.sums[r] * mine + sums[r] * theirs;
-    for (int d = 0; d < tile.dim; d += kLanes) {
-      float* const at = tile.out + r * tile.dim + d;
-      store(at, load_float(at) * mine + load_float(out + r * tile.dim + d) * theirs);
+    for (int d = 0; d < tile.out_dim; d += kLanes) {
+      float* const at = tile.out + r * tile.out_dim + d;
+      store(at, load_float(at) * mine + load_float(out + r * tile.out_dim + d) * theirs);
     }
   }
 }

@@ -41,7 +41,7 @@ struct Work {
       return taken;
     };
     total.rows = split.rows = padded_rows(real_rows);
-    total.dim = split.dim = dim;
+    total.dim = split.dim = total.out_dim = split.out_dim = dim;
     total.query = split.query = take(std::int64_t{rows} * dim);
     total.scores = split.scores = take(std::int64_t{kChunkKeys} * rows);
     Tile* const both[] = {&total, &split};
@@ -245,7 +245,7 @@ void attend_few_tile(const PagedAttentionParams& params, const AttentionTile& ti
   FewWork work(params, tile, heads, splits + heads.count * stride);
   for (int h = 0; h < heads.count; ++h) {
     const FewState total(totals + h * stride, group);
-    Tile sums{padded, params.dim, nullptr, nullptr, total.largest, total.sums, total.out};
+    Tile sums{padded, params.dim, params.dim, nullptr, nullptr, total.largest, total.sums, total.out};
     reset(sums);
   }
   const std::int64_t end = tile.position + 1;
@@ -254,7 +254,7 @@ void attend_few_tile(const PagedAttentionParams& params, const AttentionTile& ti
     work.attend_keys(splits, stride, from, to);
     for (int h = 0; h < heads.count; ++h) {
       const FewState total(totals + h * stride, group), split(splits + h * stride, group);
-      Tile sums{padded, params.dim, nullptr, nullptr, total.largest, total.sums, total.out};
+      Tile sums{padded, params.dim, params.dim, nullptr, nullptr, total.largest, total.sums, total.out};
       merge(sums, group, split.largest, split.sums, split.out);
     }
     from = to;

@@ -62,9 +62,10 @@ void sparse_attention(const SparseAttentionParams& params, const SparseToken& to
   Tile tile;
   tile.rows = padded_rows(heads);
   tile.dim = padded_rows(params.dim);
+  tile.out_dim = padded_rows(params.value_dim);
   tile.query = scratch;
   tile.out = tile.query + std::int64_t{tile.rows} * tile.dim;
-  tile.scores = tile.out + std::int64_t{tile.rows} * tile.dim;
+  tile.scores = tile.out + std::int64_t{tile.rows} * tile.out_dim;
   tile.largest = tile.scores + std::int64_t{kChunkKeys} * tile.rows;
   tile.sums = tile.largest + tile.rows;
   float* const space = tile.sums + tile.rows;  // [kChunkKeys][dim]
@@ -72,6 +73,7 @@ void sparse_attention(const SparseAttentionParams& params, const SparseToken& to
   reset(tile);
   __builtin_memset(tile.query, 0, sizeof(float) * static_cast<std::size_t>(tile.rows) * static_cast<std::size_t>(tile.dim));
   const std::int64_t vector_bytes = entry_data_bytes(params.query_format, params.dim);
+  const std::int64_t out_bytes = entry_data_bytes(params.query_format, params.value_dim);
   const std::int64_t first_vector = token.token * params.heads + head;
   for (int h = 0; h < heads; ++h) {
     const std::byte* const from = params.query + (first_vector + h) * vector_bytes;
@@ -106,16 +108,16 @@ void sparse_attention(const SparseAttentionParams& params, const SparseToken& to
   for (int h = 0; h < heads; ++h) {
     const float sink = params.sinks == nullptr ? -__builtin_inff() : params.sinks[head + h];
     const Finish end = finish(tile.largest[h], tile.sums[h], sink);
-    float* const out = tile.out + h * tile.dim;
-    for (int d = 0; d < tile.dim; d += kLanes) store(out + d, load_float(out + d) * end.factor);
-    float* const rotated = out + params.dim - params.rope;
+    float* const out = tile.out + h * tile.out_dim;
+    for (int d = 0; d < tile.out_dim; d += kLanes) store(out + d, load_float(out + d) * end.factor);
+    float* const rotated = out + params.value_dim - params.rope;
     for (int i = 0; i < pairs; ++i) {  // by -position: the sine changes its sign
       const float cos = params.cos[token.token * pairs + i], sin = params.sin[token.token * pairs + i];
       const float a = rotated[2 * i], b = rotated[2 * i + 1];
       rotated[2 * i] = a * cos + b * sin;
       rotated[2 * i + 1] = b * cos - a * sin;
     }
-    store_plain(out, params.query_format, params.dim, params.out + (first_vector + h) * vector_bytes);
+    store_plain(out, params.query_format, params.value_dim, params.out + (first_vector + h) * out_bytes);
     params.lse[first_vector + h] = end.lse;
   }
 }
