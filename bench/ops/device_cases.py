@@ -107,6 +107,8 @@ def cases(bench: Bench) -> Iterator[tuple[str, Callable[[], Case]]]:
             yield "sparse_attention", lambda tokens=tokens, stored=stored: routed(bench, tokens, 64, stored, False)
     yield "sparse_attention", lambda: routed(bench, 128, 128, "fp8_packed", False)
     yield "sparse_attention", lambda: routed(bench, 2048, 64, "fp8_packed", True)
+    for tokens in (1, 128):
+        yield "sparse_attention", lambda tokens=tokens: selected_tokens(bench, tokens)
     for tokens in (1, 16, 1024):
         yield "index_scores", lambda tokens=tokens: scores(bench, tokens, False)
     yield "select_entries", lambda: scores(bench, 16, True)
@@ -304,6 +306,29 @@ def routed(bench: Bench, tokens: int, heads: int, stored: str, one_sequence: boo
     return Case(
         "sparse_attention", f"V4 {kind}, {heads} heads of 512, 128 + {k} {stored} rows", [run_with(pick) for pick in picks],
         amount, "matmul", target,
+    )  # fmt: skip
+
+
+def selected_tokens(bench: Bench, tokens: int) -> Case:
+    """V3.2: 2048 tokens of many for each token, keys of 576 values of which 512 are the value. Decoding: a sequence a token."""
+    heads, dim, value_dim, k = 128, 576, 512, bench.size(2048, 64)
+    tokens = min(tokens, bench.size(tokens, 4))
+    each = max(bench.size(2**19, 1024) // tokens // 64 * 64, 256)
+    rows = Rows(bench, tokens * each, dim, "bfloat16")
+    table = rows.table.view(tokens, -1)
+    query, cu, used = bench.randn(tokens, heads, dim), bench.even(tokens, 1), bench.ints([each] * tokens)
+
+    def run_with(selected: Tensor) -> Callable[[], object]:
+        return lambda: hetkv.ops.sparse_attention(
+            query, rows.arena, table[:, :0], table, selected, cu, used, window=0, window_rows_per_block=64, window_offset=0,
+            window_format="bfloat16", ratio=1, entry_rows_per_block=64, entry_offset=0, entry_format="bfloat16",
+            scale=dim**-0.5, value_dim=value_dim,
+        )  # fmt: skip
+
+    picks = [torch.randint(each, (tokens, k), device=bench.device).int() for _ in range(bench.size(4, 2))]
+    return Case(
+        "sparse_attention", f"V3.2 decode of {tokens}, {heads} heads of 576/512, {k} bfloat16 rows",
+        [run_with(pick) for pick in picks], 2.0 * tokens * heads * (dim + value_dim) * k, "matmul",
     )  # fmt: skip
 
 
