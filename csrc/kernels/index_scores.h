@@ -42,6 +42,19 @@ std::int64_t index_scratch_floats(const IndexScoresParams& params) noexcept;
 void index_scores_cpu(const IndexScoresParams& params, const IndexToken& token, std::int64_t begin, std::int64_t end,
                       float* scores, float* scratch) noexcept;
 
+// Which tokens index_scores_cuda scores, and where to.
+struct IndexScoresRows {
+  std::int64_t first_token = 0, num_tokens = 0;
+  float* scores = nullptr;          // [num_tokens, columns * rows per block], rows `stride` floats apart
+  std::int64_t stride = 0;          // floats
+  std::int32_t* visible = nullptr;  // [num_tokens]: gets the entries that each token sees; scores beyond them are not written
+};  // null: scores beyond them are -inf
+
+// Entries in blocks outside the arena score -inf. Lengths, tables and positions are read on the device; one launch, sized by shapes:
+// may be captured. Tensor cores serve queries of 16 bits and 64 or 128 values on keys of the same type, kFp8Index or kMxfp4Index;
+// other inputs take a slower kernel. Allocates nothing, does not block. Throws CudaError if the launch is refused.
+void index_scores_cuda(const IndexScoresParams& params, const IndexScoresRows& rows, void* stream);
+
 // The builds of cpu/levels.
 using IndexScoresFn = void(const IndexScoresParams&, const IndexToken&, std::int64_t, std::int64_t, float*, float*) noexcept;
 namespace portable {

@@ -9,6 +9,8 @@
 
 namespace hetkv {
 
+inline constexpr std::int32_t kMaxTopKCuda = 4096;  // the largest k of the CUDA kernel; the CPU takes any
+
 struct TopKParams {
   const float* scores = nullptr;         // [num_rows, width], rows `stride` floats apart
   const std::int32_t* counts = nullptr;  // [num_rows]: only the first counts[r] scores of row r count; null: all
@@ -41,6 +43,12 @@ void top_k_cpu(const TopKParams& params, std::int64_t begin, std::int64_t end, s
 // One row of `count` scores; indices[k]. scratch: top_k_scratch_words(count, k).
 void top_k_row_cpu(const float* scores, std::int64_t count, std::int32_t k, std::int32_t* indices,
                    std::uint64_t* scratch) noexcept;
+
+// 64-bit words of workspace that top_k_cuda needs: k per chunk of a long row, none for rows of one chunk. From shapes alone.
+std::int64_t top_k_cuda_workspace_words(const TopKParams& params);
+// k at most kMaxTopKCuda. counts are read on the device. One launch, or two for long rows, both sized by shapes: may be captured.
+// Allocates nothing, does not block. Throws CudaError if a launch is refused.
+void top_k_cuda(const TopKParams& params, std::uint64_t* workspace, void* stream);
 
 // The builds of cpu/levels: of scores [begin, end) those with score_key >= least, as score_key << 32 | ~index, in order. Stops where less
 // than a vector of the room, at least 16 words, is left; writes nothing beyond it. Returns how many were taken.

@@ -9,17 +9,11 @@
 #include "ops/top_k.h"
 
 namespace hetkv::ops {
-namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-struct IndexTensors {
-  const char* op;
-  const Tensor &query, &weights, &arena, &block_table, &cu_seqlens_q, &seqused_k;
-};
-
-IndexScoresParams checked_params(const IndexTensors& t, std::int64_t ratio, const SectionArguments& section) {
+IndexScoresParams index_scores_params(const IndexTensors& t, std::int64_t ratio, const SectionArguments& section) {
   const TensorArgument arena{t.op, "arena", t.arena}, query{t.op, "query", t.query}, table{t.op, "block_table", t.block_table};
   check_arena(arena);
   check_ndim(query, 3);
@@ -52,6 +46,8 @@ IndexScoresParams checked_params(const IndexTensors& t, std::int64_t ratio, cons
   return params;
 }
 
+namespace {
+
 // The tokens of the step that belong to a sequence. Checks what they read.
 std::vector<IndexToken> tokens_of(const char* op, const IndexScoresParams& params, const Tensor& table) {
   std::vector<IndexToken> tokens;
@@ -77,8 +73,8 @@ Tensor index_scores_cpu(Tensor query, Tensor weights, Tensor arena, Tensor block
                         std::int64_t ratio, std::int64_t rows_per_block, std::int64_t section_offset, std::string entry_format,
                         std::int64_t scale_offset) {
   constexpr const char* kOp = "index_scores";
-  const IndexScoresParams params = checked_params({kOp, query, weights, arena, block_table, cu_seqlens_q, seqused_k}, ratio,
-                                                  {rows_per_block, section_offset, scale_offset, entry_format});
+  const IndexScoresParams params = index_scores_params({kOp, query, weights, arena, block_table, cu_seqlens_q, seqused_k}, ratio,
+                                                       {rows_per_block, section_offset, scale_offset, entry_format});
   const std::int64_t width = block_table.size(1) * rows_per_block;
   Tensor out = torch::stable::new_empty(query, {params.num_tokens, width}, ScalarType::Float);
   auto* const scores = static_cast<float*>(out.mutable_data_ptr());
@@ -101,8 +97,8 @@ Tensor select_entries_cpu(Tensor query, Tensor weights, Tensor arena, Tensor blo
                           std::int64_t ratio, std::int64_t rows_per_block, std::int64_t section_offset, std::string entry_format,
                           std::int64_t k, std::int64_t scale_offset) {
   constexpr const char* kOp = "select_entries";
-  const IndexScoresParams params = checked_params({kOp, query, weights, arena, block_table, cu_seqlens_q, seqused_k}, ratio,
-                                                  {rows_per_block, section_offset, scale_offset, entry_format});
+  const IndexScoresParams params = index_scores_params({kOp, query, weights, arena, block_table, cu_seqlens_q, seqused_k}, ratio,
+                                                       {rows_per_block, section_offset, scale_offset, entry_format});
   const std::int32_t count = checked_k(kOp, k);
   Tensor out = torch::stable::new_empty(query, {params.num_tokens, k}, ScalarType::Int);
   auto* const indices = static_cast<std::int32_t*>(out.mutable_data_ptr());

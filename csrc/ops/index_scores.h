@@ -9,6 +9,14 @@
 
 namespace hetkv::ops {
 
+struct IndexTensors {
+  const char* op;
+  const torch::stable::Tensor &query, &weights, &arena, &block_table, &cu_seqlens_q, &seqused_k;
+};
+
+// Checks everything that needs no look at device memory. Throws ArgumentError. Thread-safe.
+IndexScoresParams index_scores_params(const IndexTensors& tensors, std::int64_t ratio, const SectionArguments& section);
+
 // CPU: a block of an entry that a token sees outside the arena is an ArgumentError.
 torch::stable::Tensor index_scores_cpu(torch::stable::Tensor query, torch::stable::Tensor weights, torch::stable::Tensor arena,
                                        torch::stable::Tensor block_table, torch::stable::Tensor cu_seqlens_q,
@@ -21,5 +29,18 @@ torch::stable::Tensor select_entries_cpu(torch::stable::Tensor query, torch::sta
                                          torch::stable::Tensor seqused_k, std::int64_t ratio, std::int64_t rows_per_block,
                                          std::int64_t section_offset, std::string entry_format, std::int64_t k,
                                          std::int64_t scale_offset);
+
+// CUDA: on the current stream of the arena's device; an entry in a block outside the arena scores -inf.
+torch::stable::Tensor index_scores_cuda(torch::stable::Tensor query, torch::stable::Tensor weights, torch::stable::Tensor arena,
+                                        torch::stable::Tensor block_table, torch::stable::Tensor cu_seqlens_q,
+                                        torch::stable::Tensor seqused_k, std::int64_t ratio, std::int64_t rows_per_block,
+                                        std::int64_t section_offset, std::string entry_format, std::int64_t scale_offset);
+
+// The scores of as many tokens at a time as fit a workspace of fixed size.
+torch::stable::Tensor select_entries_cuda(torch::stable::Tensor query, torch::stable::Tensor weights, torch::stable::Tensor arena,
+                                          torch::stable::Tensor block_table, torch::stable::Tensor cu_seqlens_q,
+                                          torch::stable::Tensor seqused_k, std::int64_t ratio, std::int64_t rows_per_block,
+                                          std::int64_t section_offset, std::string entry_format, std::int64_t k,
+                                          std::int64_t scale_offset);
 
 }  // namespace hetkv::ops

@@ -15,9 +15,8 @@ std::int32_t checked_k(const char* op, std::int64_t k) {
   return static_cast<std::int32_t>(k);
 }
 
-Tensor top_k_cpu(Tensor scores, OptionalTensor counts, std::int64_t k) {
+TopKParams top_k_params(const Tensor& scores, const OptionalTensor& counts, std::int64_t k) {
   constexpr const char* kOp = "top_k";
-  constexpr std::int64_t kScoresPerThread = 32 * 1024;
   const TensorArgument argument{kOp, "scores", scores};
   check_ndim(argument, 2);
   check_dtype(argument, ScalarType::Float);
@@ -32,6 +31,12 @@ Tensor top_k_cpu(Tensor scores, OptionalTensor counts, std::int64_t k) {
     params.counts = data_of<std::int32_t>(*counts);
   }
   params.scores = data_of<float>(scores);
+  return params;
+}
+
+Tensor top_k_cpu(Tensor scores, OptionalTensor counts, std::int64_t k) {
+  constexpr std::int64_t kScoresPerThread = 32 * 1024;
+  TopKParams params = top_k_params(scores, counts, k);
   Tensor indices = torch::stable::new_empty(scores, {params.num_rows, k}, ScalarType::Int);
   params.indices = static_cast<std::int32_t*>(indices.mutable_data_ptr());
   if (params.num_rows == 0) return indices;

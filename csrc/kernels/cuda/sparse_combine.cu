@@ -12,7 +12,8 @@ constexpr int kThreads = 128;
 constexpr int kQuads = kSparseTileValues / 128;  // float4 of a lane
 constexpr std::int64_t kMaxGridX = (std::int64_t{1} << 31) - 1;
 
-__global__ void __launch_bounds__(kThreads) sparse_combine_kernel(const SparseAttentionParams params, const SparseParts parts) {
+__global__ void __launch_bounds__(kThreads, 6)
+    sparse_combine_kernel(const SparseAttentionParams params, const SparseParts parts) {
   const std::int64_t vectors = params.num_tokens * params.heads, stride = static_cast<std::int64_t>(gridDim.x) * (kThreads / 32);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   for (std::int64_t vector = static_cast<std::int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32; vector < vectors;

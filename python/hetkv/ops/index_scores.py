@@ -63,7 +63,7 @@ def top_k(scores: Tensor, counts: Tensor | None, k: int) -> Tensor:
     Args:
         scores: float32 ``[rows, n]``, the last dimension contiguous.
         counts: int32 ``[rows]``: only the first ``counts[r]`` scores of row r count; None: all.
-        k: at least 1; may exceed n.
+        k: at least 1, on CUDA at most 4096; may exceed n.
 
     Returns:
         int32 ``[rows, k]``, -1 behind the last.
@@ -87,9 +87,10 @@ def select_entries(
     k: int,
     scale_offset: int = 0,
 ) -> Tensor:
-    """The k best entries of every token: ``top_k`` of ``index_scores``, without the matrix of scores on the CPU.
+    """The k best entries of every token: ``top_k`` of ``index_scores``, without the whole matrix of scores.
 
-    Returns int32 ``[tokens, k]``, -1 behind the last; all -1 for tokens of no sequence. Arguments and errors as ``index_scores``.
+    Returns int32 ``[tokens, k]``, -1 behind the last; all -1 for tokens of no sequence. Arguments and errors as ``index_scores``;
+    k as of ``top_k``.
     """
     indices: Tensor = torch.ops.hetkv.select_entries(
         query,
