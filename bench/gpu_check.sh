@@ -167,7 +167,7 @@ part speed 90 speed.log "$python" bench/bench_ops_cuda.py --device "$device" --s
 
 # --- the other tests of the ops, on the device --------------------------------------------------------------------------------
 part rows 60 rows.log "${pytest[@]}" "$tests/test_ops_row_copy.py" "$tests/test_ops_row_copy_contract.py"
-part reference 120 reference.log "${pytest[@]}" -p on_device "$tests"/test_ops_{blocks,write,compress,paged_attention,sparse}.py
+part reference 120 reference.log "${pytest[@]}" -p on_device "$tests"/test_ops_{blocks,write,compress,paged_attention,sparse,block_sparse,minimax_m3}.py
 
 # --- compute-sanitizer --------------------------------------------------------------------------------------------------------
 sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null || true)

@@ -42,6 +42,14 @@ STABLE_TORCH_LIBRARY(hetkv, m) {
       "str entry_format='float32', int entry_scale_offset=0, Tensor? sinks=None, Tensor? cos=None, Tensor? sin=None, "
       "int value_dim=0) -> (Tensor, Tensor)");
   m.def(
+      "block_scores(Tensor query, Tensor arena, Tensor block_table, Tensor cu_seqlens_q, Tensor seqused_k, *, "
+      "int rows_per_block, int section_offset, str entry_format, int scale_offset=0, int routed_tokens=128, "
+      "int local_blocks=1) -> Tensor");
+  m.def(
+      "block_sparse_attention(Tensor query, Tensor arena, Tensor block_table, Tensor selected_blocks, Tensor cu_seqlens_q, "
+      "Tensor seqused_k, *, int num_kv_heads, int rows_per_block, int key_offset, int value_offset, str entry_format, "
+      "float scale, int routed_tokens=128, Tensor? sinks=None) -> (Tensor, Tensor)");
+  m.def(
       "verify_blocks(Tensor arena, Tensor blocks, *, int block_bytes, Tensor? checksums=None, Tensor? zero_ranges=None, "
       "Tensor? finite_ranges=None, int base_alignment=1, int stride_alignment=1) -> Tensor");
   m.def("checksum_blocks(Tensor arena, Tensor blocks, *, int block_bytes) -> Tensor");

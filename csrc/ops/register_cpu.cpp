@@ -2,6 +2,8 @@
 #include <torch/csrc/stable/library.h>
 
 #include "ops/block_copy.h"
+#include "ops/block_scores.h"
+#include "ops/block_sparse_attention.h"
 #include "ops/compress.h"
 #include "ops/index_scores.h"
 #include "ops/paged_attention.h"
@@ -22,6 +24,8 @@ STABLE_TORCH_LIBRARY_IMPL(hetkv, CPU, m) {
   m.impl("top_k", TORCH_BOX(&hetkv::ops::top_k_cpu));
   m.impl("select_entries", TORCH_BOX(&hetkv::ops::select_entries_cpu));
   m.impl("sparse_attention", TORCH_BOX(&hetkv::ops::sparse_attention_cpu));
+  m.impl("block_scores", TORCH_BOX(&hetkv::ops::block_scores_cpu));
+  m.impl("block_sparse_attention", TORCH_BOX(&hetkv::ops::block_sparse_attention_cpu));
   m.impl("verify_blocks", TORCH_BOX(&hetkv::ops::verify_blocks_cpu));
   m.impl("checksum_blocks", TORCH_BOX(&hetkv::ops::checksum_blocks_cpu));
   m.impl("copy_blocks", TORCH_BOX(&hetkv::ops::copy_blocks_cpu));

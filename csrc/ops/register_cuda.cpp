@@ -2,6 +2,8 @@
 #include <torch/csrc/stable/library.h>
 
 #include "ops/block_copy.h"
+#include "ops/block_scores.h"
+#include "ops/block_sparse_attention.h"
 #include "ops/compress.h"
 #include "ops/index_scores.h"
 #include "ops/paged_attention.h"
@@ -12,6 +14,8 @@
 #include "ops/write.h"
 
 STABLE_TORCH_LIBRARY_IMPL(hetkv, CUDA, m) {
+  m.impl("block_scores", TORCH_BOX(&hetkv::ops::block_scores_cuda));
+  m.impl("block_sparse_attention", TORCH_BOX(&hetkv::ops::block_sparse_attention_cuda));
   m.impl("checksum_blocks", TORCH_BOX(&hetkv::ops::checksum_blocks_cuda));
   m.impl("compress", TORCH_BOX(&hetkv::ops::compress_cuda));
   m.impl("copy_blocks", TORCH_BOX(&hetkv::ops::copy_blocks_cuda));

@@ -23,6 +23,7 @@ from hetkv.ops import BlockStatus
 from on_device import DEVICE, need_kernel, to_device
 from paged_world import World, section, sums
 from reference import attention
+from test_ops_block_sparse import Routed as BlockRouted
 from test_ops_blocks import arena_of, offsets, plain_checksum
 from test_ops_compress import Compressor, Sequences
 from test_ops_paged_attention import Batch
@@ -94,6 +95,17 @@ def test_selected_tokens_of_deepseek_v32(entry_format: str, counts: list[int], h
     query = routed.world.randn(sum(counts), heads, 576).to(SIXTEEN_BITS[entry_format])
     routed.check(query, counts, routed.select(counts, 400), bound=2e-2)
     routed.check(query.float(), counts, routed.select(counts, 64), bound=2e-5)
+
+
+@pytest.mark.parametrize("entry_format", SIXTEEN_BITS)
+@pytest.mark.parametrize("counts", [[1, 1], [3, 0]], ids=["decode", "prefill"])
+def test_block_routed_attention_of_minimax_m3(entry_format: str, counts: list[int]) -> None:
+    routed = BlockRouted(
+        [700, 257], heads=64, kv_heads=4, dim=128, index_dim=128, entry_format=entry_format, index_format=entry_format,
+        rows_per_block=64, routed_tokens=128,
+    )  # fmt: skip
+    routed.check_scores(routed.index_queries(counts, SIXTEEN_BITS[entry_format]), counts, 1)
+    routed.check(routed.queries(counts, SIXTEEN_BITS[entry_format]), counts, routed.select(counts, 4))
 
 
 @pytest.mark.parametrize("entry_format", ["fp8_index", "mxfp4_index", "bfloat16"])
@@ -279,6 +291,33 @@ def sparse_batches() -> list[Arguments]:
     return batches
 
 
+def block_batches(op: str) -> list[Arguments]:
+    """As sparse_batches. Index keys and queries are small whole numbers, so that scores are exact."""
+    routed = BlockRouted(
+        [330, 129, 40], heads=32, kv_heads=2, dim=128, entry_format="bfloat16", index_format="bfloat16", rows_per_block=16,
+        routed_tokens=32,
+    )  # fmt: skip
+    for b, rows in enumerate(routed.index_rows):
+        routed.world.put(routed.index_at, routed.table[b], rows.round().float())
+    batches = []
+    for order, counts, used in [
+        ([0, 1, 2], [1, 1, 1], [330, 129, 40]),
+        ([2, 0, 1], [2, 0, 3], [40, 0, 129]),
+        ([0, 1, 2], [0, 0, 0], [0, 0, 0]),
+    ]:
+        tables = {
+            "arena": routed.world.arena, "block_table": routed.table[order].contiguous(), "cu_seqlens_q": sums(counts),
+            "seqused_k": torch.tensor(used, dtype=torch.int32),
+        }  # fmt: skip
+        if op == "block_scores":
+            batches.append({"query": routed.index_queries([6]).round(), **tables, **routed.score_numbers()})
+            continue
+        selected = torch.randint(-1, 11, (6, 2, 5), generator=routed.world.random, dtype=torch.int32)
+        query, sinks = routed.queries([6], torch.bfloat16), routed.world.randn(32)
+        batches.append({"query": query, "selected_blocks": selected, **tables, **routed.numbers(), "sinks": sinks})
+    return batches
+
+
 def index_batches() -> list[Arguments]:
     """Small whole numbers: every sum is exact, so that scores and ids must be equal bit for bit."""
     index = Index([300, 44], heads=8, entry_format="fp8_index")
@@ -406,6 +445,8 @@ def row_batches(packed: str) -> list[Arguments]:
 BATCHES: dict[str, tuple[Callable[[], list[Arguments]], float]] = {  # and how far from the CPU's result; 0: the same bytes
     "paged_attention": (paged_batches, 2e-2),
     "sparse_attention": (sparse_batches, 2e-2),
+    "block_scores": (lambda: block_batches("block_scores"), 0),
+    "block_sparse_attention": (lambda: block_batches("block_sparse_attention"), 2e-2),
     "index_scores": (index_batches, 0),
     "select_entries": (selection_batches, 0),
     "top_k": (top_k_batches, 0),

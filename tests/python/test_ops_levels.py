@@ -18,6 +18,7 @@ FILES = (
     "test_ops_paged_attention.py",
     "test_ops_sparse.py",
     "test_ops_sparse_tokens.py",
+    "test_ops_block_sparse.py",
 )
 NARROWER = hetkv.ops.CPU_LEVELS[: hetkv.ops.CPU_LEVELS.index(hetkv.ops.cpu_level())]
 

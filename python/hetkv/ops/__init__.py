@@ -7,6 +7,7 @@ Each module has the functions of one family, with their fake kernels.
 """
 
 from .block_copy import copy_blocks, transfer_blocks
+from .block_sparse_attention import block_scores, block_sparse_attention
 from .compress import compress
 from .cpu_level import CPU_LEVELS, cpu_level
 from .index_scores import index_scores, select_entries, top_k
@@ -19,6 +20,8 @@ from .write import write_key_value, write_rows
 __all__ = [
     "CPU_LEVELS",
     "BlockStatus",
+    "block_scores",
+    "block_sparse_attention",
     "checksum_blocks",
     "compress",
     "copy_blocks",
