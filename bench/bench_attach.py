@@ -1,6 +1,6 @@
 """Decoding of an attached DeepSeek-V4 beside transformers' own cache and eager code, both with the same long history.
 
-    python bench/bench_attach.py [--tokens 32768] [--steps 12] [--threads 1] [--json FILE]
+    python bench/bench_attach.py [--tokens 32768] [--heads 64] [--steps 12] [--threads 1] [--json FILE]
 
 Three layers with the real geometry of attention and index; projections and experts, which are the same code in both, are narrow.
 Random weights, float32. Both compute the prompt first, in chunks, and then decode the same tokens in turns. The logits of every
@@ -28,7 +28,7 @@ from hetkv.tools.demo.models import draw_weights, tiny_config
 CHUNK = 512
 
 
-def build(tokens: int) -> nn.Module:
+def build(tokens: int, heads: int) -> nn.Module:
     """A layer of each kind of attention, so narrow otherwise that attention is what decoding costs."""
     config = tiny_config(
         "deepseek_v4",
@@ -37,13 +37,13 @@ def build(tokens: int) -> nn.Module:
         num_hidden_layers=3,
         layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
         mlp_layer_types=["hash_moe", "hash_moe", "moe"],
-        num_attention_heads=64,
+        num_attention_heads=heads,
         head_dim=512,
         partial_rotary_factor=0.125,
         q_lora_rank=16,
         o_groups=8,
         o_lora_rank=16,
-        index_n_heads=64,
+        index_n_heads=heads,
         index_head_dim=128,
         index_topk=512,
         max_position_embeddings=tokens + 1024,
@@ -64,6 +64,9 @@ def main() -> None:
     """Prints times and the ratio."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument(
+        "--heads", type=int, default=64, help="of attention and of the index; fewer, and the eager prompt takes less"
+    )
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
@@ -75,7 +78,7 @@ def main() -> None:
     prompt = torch.randint(0, 512, (args.tokens,), generator=torch.Generator().manual_seed(2)).tolist()
     answer = torch.randint(0, 512, (args.steps,), generator=torch.Generator().manual_seed(3)).tolist()
 
-    stock = build(args.tokens)
+    stock = build(args.tokens, args.heads)
     history = transformers.DynamicCache(config=stock.config)
 
     def eager(tokens: list[int], begin: int) -> Tensor:
@@ -96,7 +99,7 @@ def main() -> None:
     eager_prefill = time.perf_counter() - begin
     print(f"transformers eager: prefill of {args.tokens} tokens {eager_prefill:.1f} s", flush=True)
 
-    model = build(args.tokens)
+    model = build(args.tokens, args.heads)
     layout = hetkv.CacheLayout.from_config(model.config, block_size=64, dtype="float32")
     cache = hetkv.Cache(layout, capacity="3GiB")
     attached = attach(model, cache, max_tokens=CHUNK, max_sequence_tokens=args.tokens + 1024)
@@ -120,7 +123,8 @@ def main() -> None:
     print(f"logits differ by {worst:.1e} at most")
     if args.json is not None:
         facts = {
-            "tokens": args.tokens, "threads": args.threads, "torch": torch.__version__, "transformers": transformers.__version__,
+            "tokens": args.tokens, "heads": args.heads, "threads": args.threads,
+            "torch": torch.__version__, "transformers": transformers.__version__,
             "decode_ms": {"attached": ours, "eager": others}, "prefill_s": {"attached": attached_prefill, "eager": eager_prefill},
             "logits_differ": worst,
         }  # fmt: skip
