@@ -300,8 +300,9 @@ def attach_section(content: Json) -> list[str]:
         f"{made_by(content).rstrip()} {content['threads']} thread(s), torch {content['torch']}, transformers "
         f"{content['transformers']}.",
         "",
-        f"DeepSeek-V4, three layers, {content['heads']} heads of 512 and of 128 in the index, float32, {content['tokens']:,} tokens "
-        f"of history. Projections, experts and head are the same code in both. Logits differ by {content['logits_differ']:.1e}.",
+        f"DeepSeek-V4, three layers, {content['heads']} heads of 512 and of 128 in the index, float32, {content['tokens']:,} "
+        f"tokens of history. Projections, experts and head are the same code in both. Logits differ by "
+        f"{content['logits_differ']:.1e}.",
         "",
         *table(["", "attached", "transformers eager", "ratio"], rows),
         "",
