@@ -3,8 +3,8 @@
 #pragma once
 
 #include "kernels/cuda/instructions.cuh"
+#include "kernels/cuda/token_place.cuh"
 #include "kernels/sparse_attention.h"
-#include "kernels/step_tokens.h"
 
 namespace hetkv::gpu {
 
@@ -21,12 +21,9 @@ struct SparseKeys {
 HETKV_DEVICE_INLINE SparseKeys sparse_keys_of(const SparseAttentionParams& params, std::int64_t token) {
   SparseKeys keys;
   keys.token = token;
-  keys.sequence = sequence_of(params, token);
-  if (keys.sequence == params.num_sequences) return keys;
-  const StepTokens tokens = step_tokens(params, keys.sequence);
-  const std::int64_t step = token - tokens.first_token;
-  if (step < 0 || step >= tokens.count) return keys;
-  const std::int64_t position = tokens.first_position + step;
+  const auto [sequence, position] = token_place(params, token);
+  keys.sequence = sequence;
+  if (position < 0) return keys;
   keys.first_row = position + 1 > params.window ? position + 1 - params.window : 0;
   keys.window_rows = static_cast<int>(position + 1 - keys.first_row);
   if (params.entry_table.blocks != nullptr) {
