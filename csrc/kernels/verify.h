@@ -62,6 +62,9 @@ HETKV_HOST_DEVICE inline bool finite_range_fits(const std::int64_t* range, std::
   return (range[1] - range[0]) % finite_type_bytes(static_cast<FiniteType>(range[2])) == 0;
 }
 
+// Checksums of blocks [begin, end), which must all be inside the arena. Thread-safe over disjoint blocks; allocates nothing.
+void checksum_blocks_cpu(const ChecksumParams& params, std::int64_t begin, std::int64_t end) noexcept;
+
 // Status of blocks [begin, end). Thread-safe over disjoint blocks; allocates nothing.
 void verify_blocks_cpu(const VerifyParams& params, std::int64_t begin, std::int64_t end) noexcept;
 

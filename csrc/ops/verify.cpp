@@ -127,12 +127,8 @@ Tensor checksum_blocks_cpu(Tensor arena, Tensor blocks, std::int64_t block_bytes
   }
   Tensor out = torch::stable::new_empty(blocks, {params.num_blocks}, ScalarType::Long);
   params.checksums = static_cast<std::int64_t*>(out.mutable_data_ptr());
-  over_blocks(params.num_blocks, block_bytes, [&params](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t i = begin; i < end; ++i) {
-      const std::byte* const block = params.arena + (std::int64_t{params.blocks[i]} << kBlockOffsetShift);
-      params.checksums[i] = static_cast<std::int64_t>(checksum_cpu(block, static_cast<std::size_t>(params.block_bytes)));
-    }
-  });
+  over_blocks(params.num_blocks, block_bytes,
+              [&params](std::int64_t begin, std::int64_t end) { hetkv::checksum_blocks_cpu(params, begin, end); });
   return out;
 }
 
