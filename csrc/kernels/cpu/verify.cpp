@@ -65,14 +65,6 @@ std::int32_t status_of(const VerifyParams& params, std::int64_t index) noexcept 
   return status;
 }
 
-// Blocks lie anywhere: the machine does not see where the next one begins. An address outside of the arena does no harm.
-template <typename Params>
-void fetch_start(const Params& params, std::int64_t index) noexcept {
-  constexpr std::int64_t kStart = 4096;
-  const std::byte* const block = params.arena + (std::int64_t{params.blocks[index]} << kBlockOffsetShift);
-  for (std::int64_t at = 0; at < kStart && at < params.block_bytes; at += 64) __builtin_prefetch(block + at, 0, 2);
-}
-
 }  // namespace
 
 std::uint64_t checksum_cpu(const std::byte* data, std::size_t length) noexcept {
@@ -82,17 +74,13 @@ std::uint64_t checksum_cpu(const std::byte* data, std::size_t length) noexcept {
 
 void checksum_blocks_cpu(const ChecksumParams& params, std::int64_t begin, std::int64_t end) noexcept {
   for (std::int64_t i = begin; i < end; ++i) {
-    if (i + 1 < end) fetch_start(params, i + 1);
     const std::byte* const block = params.arena + (std::int64_t{params.blocks[i]} << kBlockOffsetShift);
     params.checksums[i] = static_cast<std::int64_t>(checksum_cpu(block, static_cast<std::size_t>(params.block_bytes)));
   }
 }
 
 void verify_blocks_cpu(const VerifyParams& params, std::int64_t begin, std::int64_t end) noexcept {
-  for (std::int64_t i = begin; i < end; ++i) {
-    if (i + 1 < end) fetch_start(params, i + 1);
-    params.status[i] = status_of(params, i);
-  }
+  for (std::int64_t i = begin; i < end; ++i) params.status[i] = status_of(params, i);
 }
 
 }  // namespace hetkv
