@@ -14,7 +14,6 @@ namespace {
 
 constexpr int kMaxThreads = 256;
 constexpr int kUnroll = 4;
-constexpr std::int64_t kMaxGridX = (std::int64_t{1} << 31) - 1;
 
 // How every pair is cut, the same for all: blocks lie at multiples of 256 bytes.
 struct Cut {

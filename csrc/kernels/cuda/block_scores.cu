@@ -6,7 +6,6 @@
 
 #include "kernels/cuda/entry_value.cuh"
 #include "kernels/cuda/launch.cuh"
-#include "kernels/cuda/sparse_keys.cuh"
 #include "kernels/cuda/token_place.cuh"
 
 namespace hetkv {
@@ -14,7 +13,6 @@ namespace {
 
 constexpr int kThreads = 128, kWarps = kThreads / 32;
 constexpr int kHeads = 8;  // at a time
-constexpr std::int64_t kMaxGridX = (std::int64_t{1} << 31) - 1;
 
 // NaN stays.
 HETKV_DEVICE_INLINE float larger(float largest, float score) {

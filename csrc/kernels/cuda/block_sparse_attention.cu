@@ -6,7 +6,7 @@
 
 #include "kernels/cuda/entry_value.cuh"
 #include "kernels/cuda/launch.cuh"
-#include "kernels/cuda/sparse_keys.cuh"
+#include "kernels/cuda/softmax.cuh"
 #include "kernels/cuda/token_place.cuh"
 
 namespace hetkv {
@@ -14,8 +14,6 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kValues = kMaxBlockSparseDim / 32;  // of a lane
-constexpr float kLog2e = 1.44269504f;
-constexpr std::int64_t kMaxGridX = (std::int64_t{1} << 31) - 1;
 
 // Keys and values of one KV head: where its vectors begin in a row.
 struct Head {
@@ -60,7 +58,7 @@ HETKV_DEVICE_INLINE void add_key(const BlockSparseParams& params, const Head& he
 #pragma unroll
   for (int i = 0; i < kValues; ++i) score += vector[i] * query[i];
   for (int apart = 16; apart > 0; apart /= 2) score += __shfl_xor_sync(gpu::kAllLanes, score, apart);
-  const float largest = fmaxf(sums.largest, score), base = largest == -INFINITY ? 0.0f : largest;
+  const float largest = fmaxf(sums.largest, score), base = gpu::base_of(largest);
   const float shrink = gpu::exp2_approx(sums.largest - base), weight = gpu::exp2_approx(score - base);
   sums.largest = largest;
   sums.sum = sums.sum * shrink + weight;
@@ -82,7 +80,7 @@ HETKV_DEVICE_INLINE void attend_keys(const BlockSparseParams& params, const gpu:
 #pragma unroll
   for (int i = 0; i < kValues; ++i) {
     const int value = lane + 32 * i;
-    query[i] = value < params.dim ? gpu::plain_value(from, params.query_format, value) * (params.scale * kLog2e) : 0.0f;
+    query[i] = value < params.dim ? gpu::plain_value(from, params.query_format, value) * (params.scale * gpu::kLog2e) : 0.0f;
   }
   const std::int64_t own = place.position / params.routed_tokens;
   for (std::int64_t block = next_block(list, params.num_selected, -1, own); block <= own;
@@ -123,7 +121,7 @@ __global__ void __launch_bounds__(kThreads) block_sparse_attention_kernel(const 
       if (state.y != 0.0f) sum += weights[part] * state.y;
     }
     const int head = static_cast<int>(vector % params.heads);
-    const gpu::SparseFinish finish = gpu::finish_sparse(largest, sum, params.sinks == nullptr ? -INFINITY : params.sinks[head]);
+    const gpu::Finish finish = gpu::finish_of(largest, sum, params.sinks == nullptr ? -INFINITY : params.sinks[head]);
     std::byte* const out = params.out + vector * vector_bytes;
     for (int value = static_cast<int>(threadIdx.x); value < params.dim; value += kThreads) {
       float total = 0.0f;
@@ -131,13 +129,7 @@ __global__ void __launch_bounds__(kThreads) block_sparse_attention_kernel(const 
       for (int part = 0; part < kWarps; ++part) {
         if (weights[part] != 0.0f) total += weights[part] * parts[part][value];
       }
-      total *= finish.factor;
-      if (params.query_format == EntryFormat::kFloat32) {
-        reinterpret_cast<float*>(out)[value] = total;
-      } else {
-        reinterpret_cast<std::uint16_t*>(out)[value] =
-            params.query_format == EntryFormat::kFloat16 ? gpu::float_to_f16(total) : gpu::float_to_bf16(total);
-      }
+      gpu::store_plain_value(out, params.query_format, value, total * finish.factor);
     }
     if (threadIdx.x == 0) params.lse[vector] = finish.lse;
     __syncthreads();

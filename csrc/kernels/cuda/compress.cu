@@ -12,6 +12,7 @@
 
 #include "kernels/cuda/entry_row.cuh"
 #include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/softmax.cuh"
 
 namespace hetkv {
 namespace {
@@ -23,8 +24,6 @@ constexpr int kChannels = 4;   // of a thread
 constexpr int kRowsAhead = 4;  // rows of a thread that are loaded together
 constexpr int kMaxParts = 8;
 constexpr int kBlocksPerMultiprocessor = 2;  // with 32 KiB of float rows in flight each: more than enough
-constexpr float kLog2e = 1.44269504f;
-constexpr std::int64_t kMaxGridX = (std::int64_t{1} << 31) - 1;
 
 static_assert(kMaxCompressWidth <= kThreads * kChannels && kMaxCompressWidth <= kThreads * kRun);
 
@@ -91,8 +90,7 @@ struct Pool {
   float weighted[kChannels];
 };
 
-HETKV_DEVICE_INLINE float power(float logit, float base) { return gpu::exp2_approx((logit - base) * kLog2e); }
-HETKV_DEVICE_INLINE float base_of(float largest) { return largest == -INFINITY ? 0.0f : largest; }  // -inf - -inf would be NaN
+HETKV_DEVICE_INLINE float power(float logit, float base) { return gpu::exp2_approx((logit - base) * gpu::kLog2e); }
 
 // Rows part, part + parts, ... of the window, channels [channel, channel + 4).
 template <EntryFormat kFormat>
@@ -142,7 +140,7 @@ HETKV_DEVICE_INLINE void pool_rows(const CompressParams& params, const Window& w
       float largest = pool.largest[c];
 #pragma unroll
       for (int i = 0; i < kRowsAhead; ++i) largest = largest > logits[i][c] ? largest : logits[i][c];
-      const float base = base_of(largest), shrink = power(pool.largest[c], base);
+      const float base = gpu::base_of(largest), shrink = power(pool.largest[c], base);
       float sum = pool.sum[c] * shrink, weighted = pool.weighted[c] * shrink;
 #pragma unroll
       for (int i = 0; i < kRowsAhead; ++i) {
@@ -184,7 +182,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
           const float other = pools[i * threads_of_row + thread].largest[c];
           largest = largest > other ? largest : other;
         }
-        const float base = base_of(largest);
+        const float base = gpu::base_of(largest);
         float sum = 0.0f, weighted = 0.0f;
         for (int i = 0; i < parts; ++i) {
           const Pool& pool = pools[i * threads_of_row + thread];

@@ -8,6 +8,7 @@
 // The bytes are those of cpu/levels/entry_store.h for the same floats; only a NaN stored as float16 may have another payload.
 #pragma once
 
+#include "kernels/cuda/entry_value.cuh"
 #include "kernels/cuda/instructions.cuh"
 #include "kernels/math/float8.h"
 #include "kernels/paged_rows.h"
@@ -23,19 +24,13 @@ HETKV_DEVICE_INLINE bool aligned_for(const void* pointer) {
   return reinterpret_cast<std::uintptr_t>(pointer) % sizeof(Unit) == 0;
 }
 
-HETKV_DEVICE_INLINE float load_value(const std::byte* row, EntryFormat format, int index) {
-  if (format == EntryFormat::kFloat32) return reinterpret_cast<const float*>(row)[index];
-  const std::uint16_t bits = reinterpret_cast<const std::uint16_t*>(row)[index];
-  return format == EntryFormat::kFloat16 ? f16_to_float(bits) : bf16_to_float(bits);
-}
-
 // Values [first, first + 8) of a row of `width` values of a plain format. Wide accesses where the address allows.
 HETKV_DEVICE_INLINE void load_run(const std::byte* row, EntryFormat format, int first, int width, float (&run)[kRun]) {
   const int value_bytes = format == EntryFormat::kFloat32 ? 4 : 2;
   const std::byte* const from = row + static_cast<std::int64_t>(first) * value_bytes;
   if (first + kRun > width || !aligned_for<uint4>(from)) {
 #pragma unroll
-    for (int j = 0; j < kRun; ++j) run[j] = first + j < width ? load_value(row, format, first + j) : 0.0f;
+    for (int j = 0; j < kRun; ++j) run[j] = first + j < width ? plain_value(row, format, first + j) : 0.0f;
     return;
   }
   const uint4 low = reinterpret_cast<const uint4*>(from)[0];

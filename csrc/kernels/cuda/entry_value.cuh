@@ -1,4 +1,4 @@
-// One value of a stored row, of any format, as float: for kernels that make no promise of speed.
+// Single values as float: of a plain row, of a stored row of any format, and into a plain row.
 #pragma once
 
 #include "kernels/cuda/instructions.cuh"
@@ -11,6 +11,15 @@ HETKV_DEVICE_INLINE float plain_value(const std::byte* row, EntryFormat format, 
   if (format == EntryFormat::kFloat32) return reinterpret_cast<const float*>(row)[index];
   const std::uint16_t bits = reinterpret_cast<const std::uint16_t*>(row)[index];
   return format == EntryFormat::kFloat16 ? f16_to_float(bits) : bf16_to_float(bits);
+}
+
+// Rounds to nearest even.
+HETKV_DEVICE_INLINE void store_plain_value(std::byte* row, EntryFormat format, std::int64_t index, float value) {
+  if (format == EntryFormat::kFloat32) {
+    reinterpret_cast<float*>(row)[index] = value;
+  } else {
+    reinterpret_cast<std::uint16_t*>(row)[index] = format == EntryFormat::kFloat16 ? float_to_f16(value) : float_to_bf16(value);
+  }
 }
 
 // Of bytes at any address.

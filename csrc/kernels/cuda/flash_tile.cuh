@@ -9,29 +9,15 @@
 // which it sees nothing multiplies its sums by 1 and adds 0.
 #pragma once
 
+#include "kernels/cuda/half_product.cuh"
 #include "kernels/cuda/instructions.cuh"
+#include "kernels/cuda/softmax.cuh"
 #include "kernels/paged_rows.h"
 
 namespace hetkv::gpu {
 
 inline constexpr int kWarpRows = 16;    // query rows of a warp
 inline constexpr int kChunkBytes = 16;  // of a swizzled row
-inline constexpr float kLog2e = 1.44269504088896341f;
-inline constexpr float kLn2 = 0.693147180559945309f;
-
-template <EntryFormat kFormat>
-HETKV_DEVICE_INLINE void multiply_add(float (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0, std::uint32_t b1) {
-  if constexpr (kFormat == EntryFormat::kBFloat16) {
-    mma_bf16(c, a, b0, b1);
-  } else {
-    mma_f16(c, a, b0, b1);
-  }
-}
-
-template <EntryFormat kFormat>
-HETKV_DEVICE_INLINE std::uint32_t pack_pair(float low, float high) {
-  return kFormat == EntryFormat::kBFloat16 ? pack_bf16(low, high) : pack_f16(low, high);
-}
 
 template <int kDim>
 HETKV_DEVICE_INLINE std::uint32_t swizzled(std::uint32_t tile, int row, int chunk) {
@@ -154,8 +140,6 @@ HETKV_DEVICE_INLINE void scale_scores(float (&scores)[kTiles][4], const Scaling&
   }
 }
 
-HETKV_DEVICE_INLINE float base_of(float largest) { return largest == -INFINITY ? 0.0f : largest; }  // -inf - -inf would be NaN
-
 // Of the two rows of a lane. largest is the quad's, sum the lane's own part of it until sum_quad.
 struct Softmax {
   float largest[2];
@@ -240,18 +224,6 @@ HETKV_DEVICE_INLINE float joined(float total, float part, const Join& join) {
 HETKV_DEVICE_INLINE float4 joined(const float4& total, const float4& part, const Join& join) {
   return make_float4(joined(total.x, part.x, join), joined(total.y, part.y, join), joined(total.z, part.z, join),
                      joined(total.w, part.w, join));
-}
-
-// The end of a row: what its output is multiplied by, and its natural lse without the sink. sink: natural, -inf for none.
-struct Finish {
-  float factor, lse;
-};
-
-HETKV_DEVICE_INLINE Finish finish_of(float largest, float sum, float sink) {
-  if (sum == 0.0f) return {0.0f, -INFINITY};
-  const float with = sink * kLog2e, base = base_of(fmaxf(largest, with));
-  const float worth = exp2_approx(largest - base);
-  return {worth / (sum * worth + exp2_approx(with - base)), (largest + log2f(sum)) * kLn2};
 }
 
 }  // namespace hetkv::gpu

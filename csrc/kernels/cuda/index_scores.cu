@@ -17,6 +17,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "kernels/cuda/entry_value.cuh"
+#include "kernels/cuda/half_product.cuh"
 #include "kernels/cuda/instructions.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/math/float8.h"
@@ -108,15 +110,6 @@ HETKV_DEVICE_INLINE void put_score(const Work& work, std::int64_t row, std::int6
 HETKV_DEVICE_INLINE float relu(float x) { return x < 0.0f ? 0.0f : x; }
 
 enum class Keys : std::uint8_t { kAsQuery, kE4m3, kE2m1 };
-
-template <bool kBFloat16>
-HETKV_DEVICE_INLINE void mma(float (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0, std::uint32_t b1) {
-  if constexpr (kBFloat16) {
-    gpu::mma_bf16(c, a, b0, b1);
-  } else {
-    gpu::mma_f16(c, a, b0, b1);
-  }
-}
 
 // Values [8 place, 8 place + 8) of a row as four pairs.
 template <Keys kKeys, bool kBFloat16>
@@ -230,8 +223,10 @@ HETKV_DEVICE_INLINE float score_keys(const KeyTile<kSteps>& tile, int heads, std
       gpu::load_matrix_x4(b, query + static_cast<std::uint32_t>(chunk_place<kSteps>(first + head_of_lane, 2 * s + half)));
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
-        mma<kBFloat16>(products[m][0], tile.fragments[m][s], b[0], b[1]);
-        mma<kBFloat16>(products[m][1], tile.fragments[m][s], b[2], b[3]);
+        gpu::multiply_add<kBFloat16 ? EntryFormat::kBFloat16 : EntryFormat::kFloat16>(products[m][0], tile.fragments[m][s], b[0],
+                                                                                      b[1]);
+        gpu::multiply_add<kBFloat16 ? EntryFormat::kBFloat16 : EntryFormat::kFloat16>(products[m][1], tile.fragments[m][s], b[2],
+                                                                                      b[3]);
       }
       if constexpr (kKeys == Keys::kE2m1) {
         if (s % 2 == 0) continue;
@@ -342,46 +337,6 @@ __global__ void __launch_bounds__(kThreads, kKeys == Keys::kE2m1 ? 2 : 3)
   }
 }
 
-// Bytes of a float, at any address.
-HETKV_DEVICE_INLINE float float_at(const std::byte* from) {
-  std::uint32_t bits = 0;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) bits |= static_cast<std::uint32_t>(from[i]) << (8 * i);
-  return __uint_as_float(bits);
-}
-
-HETKV_DEVICE_INLINE float plain_value(const std::byte* row, EntryFormat format, int index) {
-  if (format == EntryFormat::kFloat32) return reinterpret_cast<const float*>(row)[index];
-  const std::uint16_t bits = reinterpret_cast<const std::uint16_t*>(row)[index];
-  return format == EntryFormat::kFloat16 ? gpu::f16_to_float(bits) : gpu::bf16_to_float(bits);
-}
-
-HETKV_DEVICE_INLINE float scale_of_byte(std::byte scale) { return __uint_as_float(static_cast<std::uint32_t>(scale) << 23); }
-
-// e4m3 by its bits, so that the two NaN codes are 480 as everywhere.
-HETKV_DEVICE_INLINE float value_of_code(std::byte code) { return from_e4m3(static_cast<std::uint8_t>(code)); }
-
-HETKV_DEVICE_INLINE float key_value(const PagedRows& keys, RowAddress address, int index) {
-  switch (keys.format) {
-    case EntryFormat::kFp8Packed: {
-      const int plain = keys.width - kPackedRope;
-      if (index < plain) return value_of_code(address.data[index]) * scale_of_byte(address.scale[index / kPackedGroup]);
-      const std::byte* const from = address.data + plain + 2 * (index - plain);
-      return gpu::bf16_to_float(
-          static_cast<std::uint16_t>(static_cast<std::uint32_t>(from[0]) | static_cast<std::uint32_t>(from[1]) << 8));
-    }
-    case EntryFormat::kFp8Index:
-      return value_of_code(address.data[index]) * float_at(address.scale);
-    case EntryFormat::kMxfp4Index: {
-      const auto pair = static_cast<std::uint32_t>(address.data[index / 2]);
-      return from_e2m1(static_cast<std::uint8_t>(index % 2 == 0 ? pair & 15u : pair >> 4)) *
-             scale_of_byte(address.scale[index / kMxfp4Group]);
-    }
-    default:
-      return plain_value(address.data, keys.format, index);
-  }
-}
-
 __global__ void __launch_bounds__(kPlainThreads, 2) index_scores_plain_kernel(const IndexScoresParams params, const Work work) {
   HETKV_DYNAMIC_SHARED(shared);
   const int dim = params.dim, pitch = dim + 1;
@@ -400,13 +355,14 @@ __global__ void __launch_bounds__(kPlainThreads, 2) index_scores_plain_kernel(co
     const std::int64_t entry = first + line;
     RowAddress address{nullptr, nullptr};
     const bool there = entry < visible && find_entry(params, sequence.index, entry, address);
-    for (int d = column; d < dim; d += kPlainHeads) keys[line * pitch + d] = there ? key_value(params.keys, address, d) : 0.0f;
+    for (int d = column; d < dim; d += kPlainHeads)
+      keys[line * pitch + d] = there ? gpu::entry_value(params.keys, address, d) : 0.0f;
     float total = 0.0f;
     for (int head = 0; head < params.heads; head += kPlainHeads) {
       const bool filled = head + line < params.heads;
       const std::byte* const vector = vectors + static_cast<std::int64_t>(head + line) * dim * query_bytes;
       for (int d = column; d < dim; d += kPlainHeads) {
-        query[line * pitch + d] = filled ? plain_value(vector, params.query_format, d) : 0.0f;
+        query[line * pitch + d] = filled ? gpu::plain_value(vector, params.query_format, d) : 0.0f;
       }
       __syncthreads();
       float product = 0.0f;

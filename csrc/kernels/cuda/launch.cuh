@@ -32,6 +32,7 @@
 
 namespace hetkv {
 
+inline constexpr std::int64_t kMaxGridX = (std::int64_t{1} << 31) - 1;
 inline constexpr std::size_t kPlainSharedBytes = 48 * 1024;  // a kernel may have more only if it was asked for
 
 // Dynamic shared memory that a block may have on the current device, in bytes. Thread-safe, not a stream operation.

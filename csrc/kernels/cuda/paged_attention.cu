@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "kernels/cuda/entry_row.cuh"
+#include "kernels/cuda/entry_value.cuh"
 #include "kernels/cuda/flash_tile.cuh"
 #include "kernels/cuda/paged_tiles.cuh"
 
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(32 * kPlainWarps) attend_plain_kernel(const Pa
 #pragma unroll
   for (int j = 0; j < kPlainValues; ++j) {
     const int column = lane + 32 * j;
-    query[j] = column < params.dim ? gpu::load_value(params.query + at, params.query_format, column) : 0.0f;
+    query[j] = column < params.dim ? gpu::plain_value(params.query + at, params.query_format, column) : 0.0f;
     out[j] = 0.0f;
   }
   float largest = -INFINITY, sum = 0.0f;
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(32 * kPlainWarps) attend_plain_kernel(const Pa
 #pragma unroll
     for (int j = 0; j < kPlainValues; ++j) {
       const int column = lane + 32 * j;
-      if (column < params.dim) product += query[j] * gpu::load_value(key_vector, params.keys.format, column);
+      if (column < params.dim) product += query[j] * gpu::plain_value(key_vector, params.keys.format, column);
     }
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) product += __shfl_xor_sync(gpu::kAllLanes, product, offset);
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(32 * kPlainWarps) attend_plain_kernel(const Pa
     for (int j = 0; j < kPlainValues; ++j) {
       const int column = lane + 32 * j;
       if (column >= params.dim) continue;
-      out[j] = out[j] * join.keep + weight * gpu::load_value(value_vector, params.values.format, column);
+      out[j] = out[j] * join.keep + weight * gpu::plain_value(value_vector, params.values.format, column);
     }
   }
   const gpu::Finish finish = gpu::finish_of(largest, sum, params.sinks == nullptr ? -INFINITY : params.sinks[head]);
@@ -108,13 +108,7 @@ __global__ void __launch_bounds__(32 * kPlainWarps) attend_plain_kernel(const Pa
   for (int j = 0; j < kPlainValues; ++j) {
     const int column = lane + 32 * j;
     if (column >= params.dim) continue;
-    const float value = out[j] * finish.factor;
-    if (params.query_format == EntryFormat::kFloat32) {
-      reinterpret_cast<float*>(params.out + at)[column] = value;
-    } else {
-      reinterpret_cast<std::uint16_t*>(params.out + at)[column] =
-          params.query_format == EntryFormat::kFloat16 ? gpu::float_to_f16(value) : gpu::float_to_bf16(value);
-    }
+    gpu::store_plain_value(params.out + at, params.query_format, column, out[j] * finish.factor);
   }
   if (lane == 0) params.lse[vector] = finish.lse;
 }

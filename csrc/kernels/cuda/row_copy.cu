@@ -13,7 +13,6 @@ enum class Direction : std::uint8_t { kScatter, kGather };
 
 constexpr int kThreads = 256;
 constexpr int kUnroll = 4;
-constexpr std::int64_t kMaxGridX = (std::int64_t{1} << 31) - 1;
 constexpr std::int64_t kMaxGridY = 65535;
 
 template <Direction kDirection, typename Unit>

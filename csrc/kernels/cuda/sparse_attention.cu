@@ -13,7 +13,9 @@
 
 #include <algorithm>
 
+#include "kernels/cuda/half_product.cuh"
 #include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/softmax.cuh"
 #include "kernels/cuda/sparse_combine.cuh"
 #include "kernels/cuda/sparse_keys.cuh"
 #include "kernels/cuda/sparse_rows.cuh"
@@ -28,8 +30,6 @@ constexpr int kValues = kSparseTileValues, kOutBytes = 2 * kValues;
 constexpr int kLatentDim = 576;                // of keys that have more values than they are worth
 constexpr int kWarpValues = kValues / kWarps;  // of the weighted sum
 constexpr int kPackedBytes = 576, kPackedChunks = kPackedBytes / 16, kCodeChunks = (kValues - kPackedRope) / 16;
-constexpr float kLog2e = 1.44269504f;
-constexpr std::int64_t kMaxGridX = (std::int64_t{1} << 31) - 1;
 
 // How a block cuts its work, and where things lie in shared memory.
 template <int kHeads_, int kKeys_, bool kPacked_, int kDim_ = kValues>
@@ -175,19 +175,6 @@ HETKV_DEVICE_INLINE void unpack_rows(const std::byte* raw, const std::byte* scal
   }
 }
 
-template <EntryFormat kHalf>
-HETKV_DEVICE_INLINE void multiply(float (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0, std::uint32_t b1) {
-  if constexpr (kHalf == EntryFormat::kBFloat16) {
-    gpu::mma_bf16(c, a, b0, b1);
-  } else {
-    gpu::mma_f16(c, a, b0, b1);
-  }
-}
-template <EntryFormat kHalf>
-HETKV_DEVICE_INLINE std::uint32_t pack(float low, float high) {
-  return kHalf == EntryFormat::kBFloat16 ? gpu::pack_bf16(low, high) : gpu::pack_f16(low, high);
-}
-
 // The queries of 32 heads from `head` on, values [first, first + kGroupValues), as fragments for steps of 16.
 template <typename T>
 struct QueryRegisters {
@@ -242,8 +229,8 @@ HETKV_DEVICE_INLINE void score_tile(std::uint32_t query, const QueryRegisters<T>
       gpu::load_matrix_x4(b, swizzled(tile, b_row + n * 8, T::kRowBytes, b_chunk + 2 * step));
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
-        multiply<kHalf>(sums[m][n], a[m], b[0], b[1]);
-        multiply<kHalf>(sums[m][n + 1], a[m], b[2], b[3]);
+        gpu::multiply_add<kHalf>(sums[m][n], a[m], b[0], b[1]);
+        gpu::multiply_add<kHalf>(sums[m][n + 1], a[m], b[2], b[3]);
       }
     }
   }
@@ -298,7 +285,7 @@ HETKV_DEVICE_INLINE void soften_tile(float* scores, const std::int64_t* offsets,
   }
 #pragma unroll
   for (int apart = kRows; apart < 32; apart *= 2) largest = fmaxf(largest, __shfl_xor_sync(gpu::kAllLanes, largest, apart));
-  const float base = largest == -INFINITY ? 0.0f : largest;
+  const float base = gpu::base_of(largest);
   const float alpha = gpu::exp2_approx(state.largest - base);
   if (part == 0) alphas[row] = alpha;
   state.largest = largest;
@@ -315,7 +302,7 @@ HETKV_DEVICE_INLINE void soften_tile(float* scores, const std::int64_t* offsets,
     }
     const int column = 4 * (part + i * T::kRowThreads);
     *reinterpret_cast<uint2*>(weights + (((column / 8) ^ (row & 7)) << 4) + column % 8 * 2) =
-        make_uint2(pack<kHalf>(p[0], p[1]), pack<kHalf>(p[2], p[3]));
+        make_uint2(gpu::pack_pair<kHalf>(p[0], p[1]), gpu::pack_pair<kHalf>(p[2], p[3]));
   }
 }
 
@@ -348,8 +335,8 @@ HETKV_DEVICE_INLINE void weigh_tile(std::uint32_t weights, std::uint32_t tile, c
       gpu::load_matrix_x4_trans(b, swizzled(tile, step * 16 + lane % 16, T::kRowBytes, warp * kWarpValues / 8 + n + lane / 16));
 #pragma unroll
       for (int m = 0; m < T::kHeads / 16; ++m) {
-        multiply<kHalf>(out[m][n], a[m], b[0], b[1]);
-        multiply<kHalf>(out[m][n + 1], a[m], b[2], b[3]);
+        gpu::multiply_add<kHalf>(out[m][n], a[m], b[0], b[1]);
+        gpu::multiply_add<kHalf>(out[m][n + 1], a[m], b[2], b[3]);
       }
     }
   }
@@ -378,7 +365,8 @@ HETKV_DEVICE_INLINE void store_out(const SparseAttentionParams& params, std::int
         const int row = m * 16 + lane / 4 + 8 * half;
         if (head + row >= params.heads) continue;
         const float a = out[m][n][2 * half] * factors[row], b = out[m][n][2 * half + 1] * factors[row];
-        const std::uint32_t bits = turned ? pack<kHalf>(a * cos + b * sin, b * cos - a * sin) : pack<kHalf>(a, b);
+        const std::uint32_t bits =
+            turned ? gpu::pack_pair<kHalf>(a * cos + b * sin, b * cos - a * sin) : gpu::pack_pair<kHalf>(a, b);
         *reinterpret_cast<std::uint32_t*>(params.out + (token * params.heads + head + row) * kVectorBytes + 2 * value) = bits;
       }
     }
@@ -513,7 +501,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     score_tile<T, kHalf>(query, registers, at, scores);
     if (seeks) finder.look_up();
     __syncthreads();
-    soften_tile<T, kHalf>(scores, places, params.scale * kLog2e, state, alphas);
+    soften_tile<T, kHalf>(scores, places, params.scale * gpu::kLog2e, state, alphas);
     if constexpr (T::kPacked) {
       if (finds && tile + 1 < end) put_scales(tile + 1, next_scales);
     }
@@ -538,7 +526,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();  // alphas have been read
   if (thread % 32 < kRows) {
     const float sink = params.sinks == nullptr || head + row >= params.heads ? -INFINITY : params.sinks[head + row];
-    const gpu::SparseFinish finish = gpu::finish_sparse(state.largest, state.sum, sink);
+    const gpu::Finish finish = gpu::finish_of(state.largest, state.sum, sink);
     alphas[row] = finish.factor;
     lses[row] = finish.lse;
   }

@@ -4,13 +4,13 @@
 #include <algorithm>
 
 #include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/softmax.cuh"
 
 namespace hetkv::gpu {
 namespace {
 
 constexpr int kThreads = 128;
 constexpr int kQuads = kSparseTileValues / 128;  // float4 of a lane
-constexpr std::int64_t kMaxGridX = (std::int64_t{1} << 31) - 1;
 
 __global__ void __launch_bounds__(kThreads, 6)
     sparse_combine_kernel(const SparseAttentionParams params, const SparseParts parts) {
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads, 6)
         out[i][3] += weight * add.w;
       }
     }
-    const SparseFinish finish = finish_sparse(largest, sum, params.sinks == nullptr ? -INFINITY : params.sinks[head]);
+    const Finish finish = finish_of(largest, sum, params.sinks == nullptr ? -INFINITY : params.sinks[head]);
     const float* const cos = params.cos + token * (params.rope / 2);
     const float* const sin = params.sin + token * (params.rope / 2);
 #pragma unroll

@@ -41,25 +41,4 @@ HETKV_DEVICE_INLINE int listed_entry(const SparseAttentionParams& params, const 
   return entry < keys.visible ? entry : -1;
 }
 
-// The block that holds row `row`, or -1 where there is none inside the arena.
-HETKV_DEVICE_INLINE int block_of_row(const PagedRows& rows, const BlockTable& table, std::int64_t sequence, std::int64_t row) {
-  const std::int64_t column = row >> rows.block_shift;
-  if (row < 0 || column >= table.columns) return -1;
-  const int block = table.blocks[sequence * table.stride + column];
-  return block_inside(rows, block) ? block : -1;
-}
-
-// What one head's softmax ends with: the factor of the weighted sum, and lse. All in base 2 until here; sink: natural, -inf for none.
-struct SparseFinish {
-  float factor, lse;
-};
-HETKV_DEVICE_INLINE SparseFinish finish_sparse(float largest, float sum, float sink) {
-  constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
-  if (sum == 0.0f) return {0.0f, -INFINITY};
-  const float lse = (largest + log2f(sum)) * kLn2;
-  const float above = sink * kLog2e - largest;
-  if (above > 126.0f) return {0.0f, lse};
-  return {1.0f / (sum + exp2_approx(above)), lse};
-}
-
 }  // namespace hetkv::gpu

@@ -5,6 +5,7 @@
 
 #include "kernels/cuda/entry_value.cuh"
 #include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/softmax.cuh"
 #include "kernels/cuda/sparse_keys.cuh"
 
 namespace hetkv::gpu {
@@ -12,8 +13,6 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kValues = kMaxSparseDim / 32;  // of a lane
-constexpr float kLog2e = 1.44269504f;
-constexpr std::int64_t kMaxGridX = (std::int64_t{1} << 31) - 1;
 
 struct Sums {
   float out[kValues] = {};
@@ -29,7 +28,7 @@ HETKV_DEVICE_INLINE void add_key(const PagedRows& rows, RowAddress address, cons
     score += key[i] * query[i];
   }
   for (int apart = 16; apart > 0; apart /= 2) score += __shfl_xor_sync(kAllLanes, score, apart);
-  const float largest = fmaxf(sums.largest, score), base = largest == -INFINITY ? 0.0f : largest;
+  const float largest = fmaxf(sums.largest, score), base = base_of(largest);
   const float shrink = exp2_approx(sums.largest - base), weight = exp2_approx(score - base);
   sums.largest = largest;
   sums.sum = sums.sum * shrink + weight;
@@ -65,7 +64,7 @@ __global__ void __launch_bounds__(kThreads) sparse_rows_kernel(const SparseAtten
       if (block < 0) continue;
       add_key(rows, row_in_block(rows, block, row & ((std::int64_t{1} << rows.block_shift) - 1)), query, lane, sums);
     }
-    const SparseFinish finish = finish_sparse(sums.largest, sums.sum, params.sinks == nullptr ? -INFINITY : params.sinks[head]);
+    const Finish finish = finish_of(sums.largest, sums.sum, params.sinks == nullptr ? -INFINITY : params.sinks[head]);
 #pragma unroll
     for (int i = 0; i < kValues; ++i) vector[lane + 32 * i] = sums.out[i] * finish.factor;
     __syncwarp();
@@ -79,12 +78,7 @@ __global__ void __launch_bounds__(kThreads) sparse_rows_kernel(const SparseAtten
     __syncwarp();
     std::byte* const out = params.out + task * entry_data_bytes(params.query_format, params.value_dim);
     for (int value = lane; value < params.value_dim; value += 32) {
-      if (params.query_format == EntryFormat::kFloat32) {
-        reinterpret_cast<float*>(out)[value] = vector[value];
-      } else {
-        reinterpret_cast<std::uint16_t*>(out)[value] =
-            params.query_format == EntryFormat::kFloat16 ? float_to_f16(vector[value]) : float_to_bf16(vector[value]);
-      }
+      store_plain_value(out, params.query_format, value, vector[value]);
     }
     if (lane == 0) params.lse[task] = finish.lse;
     __syncwarp();

@@ -21,7 +21,7 @@ constexpr int kFewThreads = 256, kManyThreads = 1024;
 constexpr std::int64_t kFewScores = std::int64_t{kFewThreads} * kKeys;
 constexpr std::int64_t kChunk = std::int64_t{kManyThreads} * kKeys;
 constexpr int kBins = 2048;
-constexpr std::int64_t kMaxGridX = (std::int64_t{1} << 31) - 1, kMaxGridY = 65535;
+constexpr std::int64_t kMaxGridY = 65535;
 
 static_assert(kMaxTopKCuda <= kFewScores && kMaxTopKCuda * sizeof(std::uint64_t) + kBins * 4 + 1024 <= kPlainSharedBytes);
 

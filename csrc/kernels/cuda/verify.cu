@@ -17,7 +17,6 @@ using gpu::kAllLanes;
 
 constexpr int kMaxThreads = 256;
 constexpr int kMaxWarps = kMaxThreads / 32;
-constexpr std::int64_t kMaxGridX = (std::int64_t{1} << 31) - 1;
 constexpr int kChunk = 16;                       // bytes of a load
 constexpr int kRoundBytes = 8 * kChecksumLanes;  // one round of a segment: 32 lanes of a warp, one chunk each
 constexpr auto kSegment = static_cast<std::int64_t>(kChecksumSegment);

@@ -13,7 +13,6 @@ namespace {
 using gpu::kRun;
 
 constexpr int kThreads = 256;
-constexpr std::int64_t kMaxGridX = (std::int64_t{1} << 31) - 1;
 constexpr int kMaxGridY = 65535;
 
 // The rotation where the partner of a value may lie in another lane: through `vector`, shared memory of this group.
