@@ -1,10 +1,11 @@
 #include "ops/block_sparse_attention.h"
 
 #include <algorithm>
-#include <cstring>
 #include <vector>
 
 #include <torch/csrc/stable/ops.h>
+
+#include "ops/attention_output.h"
 
 namespace hetkv::ops {
 namespace {
@@ -116,14 +117,10 @@ std::tuple<Tensor, Tensor> block_sparse_attention_cpu(Tensor query, Tensor arena
   BlockSparseParams params =
       block_sparse_params({query, arena, block_table, selected_blocks, cu_seqlens_q, seqused_k, sinks, num_kv_heads,
                            rows_per_block, key_offset, value_offset, entry_format, scale, routed_tokens});
-  Tensor out = torch::stable::new_empty(query, {query.size(0), query.size(1), query.size(2)});
-  Tensor lse = torch::stable::new_empty(query, {query.size(0), query.size(1)}, ScalarType::Float);
-  params.out = static_cast<std::byte*>(out.mutable_data_ptr());
-  params.lse = static_cast<float*>(lse.mutable_data_ptr());
-  std::memset(params.out, 0, static_cast<std::size_t>(out.numel()) * out.element_size());
-  std::fill_n(params.lse, lse.numel(), -__builtin_inff());
+  const AttentionOutput output = make_attention_output(params, query, params.dim);
+  clear_attention_output(params, output);
   const std::vector<BlockSparseToken> tokens = tokens_of(params, block_table);
-  if (tokens.empty()) return {out, lse};
+  if (tokens.empty()) return {output.out, output.lse};
   const std::int64_t kv_heads = params.kv_heads;
   torch::stable::parallel_for(0, static_cast<std::int64_t>(tokens.size()) * kv_heads, 1,
                               [&](std::int64_t begin, std::int64_t end) {
@@ -133,7 +130,7 @@ std::tuple<Tensor, Tensor> block_sparse_attention_cpu(Tensor query, Tensor arena
                                                                     static_cast<std::int32_t>(item % kv_heads), scratch.data());
                                 }
                               });
-  return {out, lse};
+  return {output.out, output.lse};
 }
 
 }  // namespace hetkv::ops

@@ -1,13 +1,12 @@
 #include "ops/block_sparse_attention.h"
 
 #include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/ops.h>
 
+#include "ops/attention_output.h"
 #include "ops/current_stream.h"
 
 namespace hetkv::ops {
 
-using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 std::tuple<Tensor, Tensor> block_sparse_attention_cuda(Tensor query, Tensor arena, Tensor block_table, Tensor selected_blocks,
@@ -19,13 +18,10 @@ std::tuple<Tensor, Tensor> block_sparse_attention_cuda(Tensor query, Tensor aren
       block_sparse_params({query, arena, block_table, selected_blocks, cu_seqlens_q, seqused_k, sinks, num_kv_heads,
                            rows_per_block, key_offset, value_offset, entry_format, scale, routed_tokens});
   const torch::stable::accelerator::DeviceGuard guard(arena.get_device_index());
-  Tensor out = torch::stable::new_empty(query, {query.size(0), query.size(1), query.size(2)});
-  Tensor lse = torch::stable::new_empty(query, {query.size(0), query.size(1)}, ScalarType::Float);
-  params.out = static_cast<std::byte*>(out.mutable_data_ptr());
-  params.lse = static_cast<float*>(lse.mutable_data_ptr());
-  if (params.num_tokens == 0) return {out, lse};
+  const AttentionOutput output = make_attention_output(params, query, params.dim);
+  if (params.num_tokens == 0) return {output.out, output.lse};
   hetkv::block_sparse_attention_cuda(params, current_cuda_stream(arena.get_device_index()));
-  return {out, lse};
+  return {output.out, output.lse};
 }
 
 }  // namespace hetkv::ops

@@ -1,10 +1,11 @@
 #include "ops/paged_attention.h"
 
 #include <algorithm>
-#include <cstring>
 #include <vector>
 
 #include <torch/csrc/stable/ops.h>
+
+#include "ops/attention_output.h"
 
 namespace hetkv::ops {
 namespace {
@@ -97,7 +98,7 @@ void attend_in_splits(const PagedAttentionParams& params, const std::vector<Atte
 
 }  // namespace
 
-PagedAttentionCall paged_attention_call(const PagedAttentionTensors& tensors, const PagedAttentionSettings& settings) {
+PagedAttentionParams paged_attention_params(const PagedAttentionTensors& tensors, const PagedAttentionSettings& settings) {
   const Tensor& query = tensors.query;
   const TensorArgument query_argument{kOp, "query", query}, arena{kOp, "arena", tensors.arena},
       table{kOp, "block_table", tensors.block_table}, cu_seqlens_q{kOp, "cu_seqlens_q", tensors.cu_seqlens_q},
@@ -150,25 +151,20 @@ PagedAttentionCall paged_attention_call(const PagedAttentionTensors& tensors, co
   params.heads = static_cast<std::int32_t>(heads);
   params.kv_heads = static_cast<std::int32_t>(kv_heads);
   params.dim = static_cast<std::int32_t>(dim);
-  PagedAttentionCall call{params, torch::stable::new_empty(query, {params.num_tokens, heads, dim}),
-                          torch::stable::new_empty(query, {params.num_tokens, heads}, ScalarType::Float)};
-  call.params.out = static_cast<std::byte*>(call.out.mutable_data_ptr());
-  call.params.lse = static_cast<float*>(call.lse.mutable_data_ptr());
-  return call;
+  return params;
 }
 
 std::tuple<Tensor, Tensor> paged_attention_cpu(Tensor query, Tensor arena, Tensor block_table, Tensor cu_seqlens_q,
                                                Tensor seqused_k, std::int64_t num_kv_heads, std::int64_t rows_per_block,
                                                std::int64_t key_offset, std::int64_t value_offset, std::string entry_format,
                                                double scale, std::int64_t window, OptionalTensor sinks, double softcap) {
-  const PagedAttentionCall call =
-      paged_attention_call({query, arena, block_table, cu_seqlens_q, seqused_k, sinks},
-                           {num_kv_heads, rows_per_block, key_offset, value_offset, entry_format, scale, window, softcap});
-  const auto& [params, out, lse] = call;
+  PagedAttentionParams params =
+      paged_attention_params({query, arena, block_table, cu_seqlens_q, seqused_k, sinks},
+                             {num_kv_heads, rows_per_block, key_offset, value_offset, entry_format, scale, window, softcap});
+  const AttentionOutput output = make_attention_output(params, query, params.dim);
   const TensorArgument table{kOp, "block_table", block_table};
-  std::memset(params.out, 0, static_cast<std::size_t>(out.numel()) * out.element_size());
-  std::fill_n(params.lse, lse.numel(), -__builtin_inff());
-  if (params.num_tokens == 0 || params.num_sequences == 0) return {out, lse};
+  clear_attention_output(params, output);
+  if (params.num_tokens == 0 || params.num_sequences == 0) return {output.out, output.lse};
 
   check_sequences(kOp, params.cu_seqlens_q, params.seqused_k, params.num_sequences, params.num_tokens);
   const std::vector<AttentionTile> tiles = tiles_of(params);
@@ -183,7 +179,7 @@ std::tuple<Tensor, Tensor> paged_attention_cpu(Tensor query, Tensor arena, Tenso
   } else {
     attend_whole(params, tiles);
   }
-  return {out, lse};
+  return {output.out, output.lse};
 }
 
 }  // namespace hetkv::ops

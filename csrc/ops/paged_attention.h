@@ -21,13 +21,9 @@ struct PagedAttentionSettings {
   std::int64_t window;
   double softcap;
 };
-struct PagedAttentionCall {
-  PagedAttentionParams params;
-  torch::stable::Tensor out, lse;  // that params point into; not yet written
-};
 
-// What all devices check, in a fixed order, and the outputs. Looks at no tensor's values.
-PagedAttentionCall paged_attention_call(const PagedAttentionTensors& tensors, const PagedAttentionSettings& settings);
+// What all devices check, in a fixed order. Looks at no tensor's values; out and lse are not set.
+PagedAttentionParams paged_attention_params(const PagedAttentionTensors& tensors, const PagedAttentionSettings& settings);
 
 // CPU: blocks that a token would read outside the arena are an ArgumentError. Parallel over (tile, KV head), or, where these are few,
 // over splits of their keys; the result does not depend on which.

@@ -1,10 +1,11 @@
 #include "ops/sparse_attention.h"
 
 #include <algorithm>
-#include <cstring>
 #include <vector>
 
 #include <torch/csrc/stable/ops.h>
+
+#include "ops/attention_output.h"
 
 namespace hetkv::ops {
 namespace {
@@ -143,14 +144,10 @@ std::tuple<Tensor, Tensor> sparse_attention_cpu(Tensor query, Tensor arena, Tens
       sparse_attention_params(tensors, window, value_dim, ratio, scale,
                               window_section(window_rows_per_block, window_offset, window_scale_offset, window_format),
                               entry_section(entry_rows_per_block, entry_offset, entry_scale_offset, entry_format));
-  Tensor out = torch::stable::new_empty(query, {query.size(0), query.size(1), params.value_dim});
-  Tensor lse = torch::stable::new_empty(query, {query.size(0), query.size(1)}, ScalarType::Float);
-  params.out = static_cast<std::byte*>(out.mutable_data_ptr());
-  params.lse = static_cast<float*>(lse.mutable_data_ptr());
-  std::memset(params.out, 0, static_cast<std::size_t>(out.numel()) * out.element_size());
-  std::fill_n(params.lse, lse.numel(), -__builtin_inff());
+  const AttentionOutput output = make_attention_output(params, query, params.value_dim);
+  clear_attention_output(params, output);
   const std::vector<SparseToken> tokens = tokens_of(params, tensors);
-  if (tokens.empty()) return {out, lse};
+  if (tokens.empty()) return {output.out, output.lse};
   const std::int64_t head_tiles = (params.heads + kSparseTileHeads - 1) / kSparseTileHeads;
   torch::stable::parallel_for(
       0, static_cast<std::int64_t>(tokens.size()) * head_tiles, 1, [&](std::int64_t begin, std::int64_t end) {
@@ -160,7 +157,7 @@ std::tuple<Tensor, Tensor> sparse_attention_cpu(Tensor query, Tensor arena, Tens
           hetkv::sparse_attention_cpu(params, tokens[static_cast<std::size_t>(item / head_tiles)], head, scratch.data());
         }
       });
-  return {out, lse};
+  return {output.out, output.lse};
 }
 
 }  // namespace hetkv::ops

@@ -1,8 +1,8 @@
 #include "ops/sparse_attention.h"
 
 #include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/ops.h>
 
+#include "ops/attention_output.h"
 #include "ops/current_stream.h"
 
 namespace hetkv::ops {
@@ -23,15 +23,12 @@ std::tuple<Tensor, Tensor> sparse_attention_cuda(Tensor query, Tensor arena, Ten
       scale, window_section(window_rows_per_block, window_offset, window_scale_offset, window_format),
       entry_section(entry_rows_per_block, entry_offset, entry_scale_offset, entry_format));
   const torch::stable::accelerator::DeviceGuard guard(arena.get_device_index());
-  Tensor out = torch::stable::new_empty(query, {query.size(0), query.size(1), params.value_dim});
-  Tensor lse = torch::stable::new_empty(query, {query.size(0), query.size(1)}, ScalarType::Float);
-  params.out = static_cast<std::byte*>(out.mutable_data_ptr());
-  params.lse = static_cast<float*>(lse.mutable_data_ptr());
-  if (params.num_tokens == 0) return {out, lse};
+  const AttentionOutput output = make_attention_output(params, query, params.value_dim);
+  if (params.num_tokens == 0) return {output.out, output.lse};
   Tensor workspace = torch::stable::new_empty(query, {sparse_workspace_floats(params)}, ScalarType::Float);
   hetkv::sparse_attention_cuda(params, static_cast<float*>(workspace.mutable_data_ptr()),
                                current_cuda_stream(arena.get_device_index()));
-  return {out, lse};
+  return {output.out, output.lse};
 }
 
 }  // namespace hetkv::ops
