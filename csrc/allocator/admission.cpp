@@ -244,13 +244,6 @@ BlockCounts KvAllocator::blocks_for(std::int64_t tokens, std::int64_t chunk, boo
   return need_between(0, tokens, chunk != 0 ? chunk : layout_.block_size(), live_state);
 }
 
-std::uint64_t KvAllocator::bytes_of(const BlockCounts& counts) const {
-  std::uint64_t bytes = 0;
-  for (std::size_t pool = 0; pool < layout_.pools().size(); ++pool)
-    bytes += std::uint64_t{counts[pool]} * layout_.pools()[pool].block_bytes;
-  return bytes;
-}
-
 std::uint64_t KvAllocator::bytes_for(std::int64_t tokens, std::int64_t chunk, bool live_state) const {
   return bytes_of(blocks_for(tokens, chunk, live_state));
 }

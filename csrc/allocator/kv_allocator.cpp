@@ -9,31 +9,11 @@
 #include "base/test_point.h"
 
 namespace hetkv {
-namespace {
-
-// The node pool: as many nodes as the arena's history could fill, and some for nodes that hold no block of their own.
-std::uint32_t nodes_for(const CacheLayout& layout, const Arena& arena, std::uint32_t asked) {
-  if (asked != 0) return asked;
-  std::uint64_t per_node = 0;  // bytes
-  for (const GroupId id : layout.history_groups()) {
-    const Group& group = layout.group(id);
-    per_node += group.block_bytes * layout.block_size() / std::max(layout.block_size(), group.spec.compress_ratio);
-  }
-  if (per_node == 0) {
-    per_node = ~std::uint64_t{0};
-    for (const Group& group : layout.groups()) per_node = std::min(per_node, group.block_bytes);
-  }
-  return static_cast<std::uint32_t>(
-      std::clamp<std::uint64_t>(arena.bytes() / per_node + arena.bytes() / per_node / 8 + 64, 64, 1U << 28));
-}
-
-}  // namespace
-
 KvAllocator::KvAllocator(CacheLayout layout, const AllocatorConfig& config)
     : layout_(std::move(layout)), hasher_(config.hash_seed), spaces_(hasher_),
-      versions_(layout_.fingerprint(), config.model_version, config.abi), arena_(layout_, config.arena),
-      store_(layout_, arena_, spaces_, nodes_for(layout_, arena_, config.max_nodes)), retention_(config.retention),
-      verify_all_tokens_(config.verify_all_tokens),
+      versions_(layout_.fingerprint(), config.model_version, config.abi),
+      device_(layout_, config.arena, spaces_, config.max_nodes, true), arena_(device_.arena()), store_(device_.store()),
+      retention_(config.retention), verify_all_tokens_(config.verify_all_tokens),
       pin_cap_bytes_(config.pin_prefix_cap_bytes != 0 ? config.pin_prefix_cap_bytes : arena_.bytes() / 4), tickets_(kTickets) {
   for (const Group& group : layout_.groups()) {
     require_route(group.spec.kind, Operation::kReserve);
@@ -129,9 +109,6 @@ bool KvAllocator::older_than(std::uint64_t ticket) const {
   return false;
 }
 
-void KvAllocator::check_invariants() const {
-  arena_.check_invariants();
-  store_.check_invariants();
-}
+void KvAllocator::check_invariants() const { device_.check_invariants(); }
 
 }  // namespace hetkv

@@ -17,6 +17,7 @@
 #include "allocator/arena.h"
 #include "allocator/hit_report.h"
 #include "allocator/layout.h"
+#include "allocator/memory_tier.h"
 #include "allocator/namespace_table.h"
 #include "allocator/object_store.h"
 #include "allocator/retention.h"
@@ -125,7 +126,7 @@ class KvAllocator {
   BlockCounts blocks_for(std::int64_t tokens, std::int64_t chunk, bool live_state) const;
   std::uint64_t bytes_for(std::int64_t tokens, std::int64_t chunk, bool live_state) const;
   // Evicts up to `blocks` of the coldest objects of a kind. RouteError if the kind cannot be evicted. Returns how many went.
-  std::uint64_t evict(ObjectKind kind, std::uint64_t blocks);
+  std::uint64_t evict(ObjectKind kind, std::uint64_t blocks) { return device_.evict(kind, blocks); }
   // Evicts one object: a point group's at `position`, or the history set there if it is a leaf. False if absent or in use.
   bool evict_object(std::span<const std::int32_t> tokens, const Namespace* space, std::int64_t position, GroupId group);
   // Takes the object of `group` at `position` of this prefix (and what depends on it) out of sight. Returns objects marked.
@@ -136,7 +137,8 @@ class KvAllocator {
   std::uint32_t scratch(PoolId pool) const { return scratch_[pool].offset; }
 
   const Counters& counters() const { return counters_; }
-  std::size_t metadata_bytes() const { return store_.metadata_bytes() + arena_.metadata_bytes(); }
+  std::size_t metadata_bytes() const { return device_.metadata_bytes(); }
+  std::uint64_t slabs_reclaimed() const { return device_.slabs_reclaimed(); }
   void check_invariants() const;  // at quiescent moments: aborts with the rule
 
  private:
@@ -157,14 +159,7 @@ class KvAllocator {
   static void return_quota(std::uint64_t bytes, Namespace* space) {
     space->used_bytes.fetch_sub(static_cast<std::int64_t>(bytes), std::memory_order_relaxed);
   }
-  bool make_room(const ReserveOutcome& shortage, std::uint32_t blocks, bool after_sweep);
-  bool thin_out(const ReserveOutcome& shortage, const BlockCounts& need, const BlockCounts& headroom);
-  bool reclaim_slab(PoolId to, std::uint32_t needed, bool try_all);
-  std::uint64_t evict_coldest_of(GroupId id, std::uint64_t at_most, bool after_sweep);
-  bool evict_kind_of(PoolId pool);
-  bool drainable(std::span<const Block> blocks) const;
-  bool drain_slab(std::uint32_t slab, std::span<const Block> blocks);
-  std::uint64_t bytes_of(const BlockCounts& counts) const;
+  std::uint64_t bytes_of(const BlockCounts& counts) const { return device_.bytes_of(counts); }
   // Blocks of a history or window group's table for the first `tokens` tokens.
   std::int64_t table_blocks(const Group& group, std::int64_t tokens) const;
   // What a sequence resumed at `resume` reserves at admission.
@@ -207,8 +202,9 @@ class KvAllocator {
   ChainHasher hasher_;
   NamespaceTable spaces_;
   VersionTable versions_;
-  Arena arena_;
-  ObjectStore store_;
+  MemoryTier device_;
+  Arena& arena_;
+  ObjectStore& store_;
   RetentionPolicy retention_;
   const bool verify_all_tokens_;
   std::array<Block, kMaxPools> scratch_{};

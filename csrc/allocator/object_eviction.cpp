@@ -83,8 +83,7 @@ void ObjectStore::finish_evict_node(NodeId node) {
     arena_.drop(Block{ref, group});
     bytes += layout_.group(group).block_bytes;
   }
-  spaces_.of_instance(h.space.load(std::memory_order_relaxed))
-      ->used_bytes.fetch_sub(static_cast<std::int64_t>(bytes), std::memory_order_relaxed);
+  return_quota(h.space.load(std::memory_order_relaxed), bytes);
   live_by_version_[h.version.load(std::memory_order_relaxed)].fetch_sub(1, std::memory_order_relaxed);
   counters_.history_evicted.fetch_add(1, std::memory_order_relaxed);
   if (parent != 0) {
@@ -100,8 +99,7 @@ void ObjectStore::drop_point_block(NodeId node, std::uint32_t set, std::uint32_t
   const GroupId group = layout_.point_groups()[set];
   const std::uint32_t ref = store_.point_ref(node, set);
   arena_.drop(Block{ref, group});
-  spaces_.of_instance(space)->used_bytes.fetch_sub(static_cast<std::int64_t>(layout_.group(group).block_bytes),
-                                                   std::memory_order_relaxed);
+  return_quota(space, layout_.group(group).block_bytes);
   counters_.points_evicted[set].fetch_add(1, std::memory_order_relaxed);
 }
 

@@ -7,8 +7,9 @@
 #include "base/test_point.h"
 
 namespace hetkv {
-ObjectStore::ObjectStore(const CacheLayout& layout, Arena& arena, NamespaceTable& spaces, std::uint32_t max_nodes)
-    : layout_(layout), arena_(arena), spaces_(spaces),
+ObjectStore::ObjectStore(const CacheLayout& layout, Arena& arena, NamespaceTable& spaces, std::uint32_t max_nodes,
+                         bool charges_namespaces)
+    : layout_(layout), arena_(arena), spaces_(spaces), charges_namespaces_(charges_namespaces),
       store_(max_nodes, layout.block_size(), static_cast<std::uint32_t>(layout.point_groups().size()),
              static_cast<std::uint32_t>(layout.history_groups().size())),
       index_(max_nodes), ghosts_(kGhosts) {}

@@ -77,7 +77,8 @@ struct BrokenRecord {
 
 class ObjectStore {
  public:
-  ObjectStore(const CacheLayout& layout, Arena& arena, NamespaceTable& spaces, std::uint32_t max_nodes);
+  ObjectStore(const CacheLayout& layout, Arena& arena, NamespaceTable& spaces, std::uint32_t max_nodes,
+              bool charges_namespaces = true);
   ~ObjectStore();  // evicts everything; checks that nothing is pinned
   ObjectStore(const ObjectStore&) = delete;
   ObjectStore& operator=(const ObjectStore&) = delete;
@@ -182,6 +183,10 @@ class ObjectStore {
   void finish_evict_node(NodeId node);
   void prefetch_eviction(NodeId parent) const;
   std::uint64_t evict_upwards(NodeId node, std::uint32_t gen, std::uint64_t at_most);
+  void return_quota(std::uint32_t space, std::uint64_t bytes) const {
+    if (charges_namespaces_)
+      spaces_.of_instance(space)->used_bytes.fetch_sub(static_cast<std::int64_t>(bytes), std::memory_order_relaxed);
+  }
   void drop_point_block(NodeId node, std::uint32_t set, std::uint32_t space);
   // Takes one pin or child count off `node`, and reaps what is broken, up the chain. Returns the sealed leaf that nobody uses any
   // more, if that is what it came to. 0 does nothing.
@@ -203,6 +208,7 @@ class ObjectStore {
   const CacheLayout& layout_;
   Arena& arena_;
   NamespaceTable& spaces_;
+  const bool charges_namespaces_;
   NodeStore store_;
   PrefixIndex index_;
   EvictionQueue history_queue_;

@@ -18,6 +18,7 @@
 #include "allocator/hit_report.h"
 #include "allocator/lease.h"
 #include "allocator/namespace_table.h"
+#include "allocator/refusal.h"
 #include "allocator/retention.h"
 
 namespace hetkv {
@@ -35,16 +36,6 @@ struct StepStamp {
   std::uint64_t epoch = 0;
   VersionId version = 0;
   std::int64_t begin = 0, end = 0;  // tokens of this step
-};
-
-// A refusal with its numbers; what AdmissionError is made from.
-struct Refusal {
-  enum class Cause : std::uint8_t { kNone, kImpossible, kNoRoom, kQuota };
-  Cause cause = Cause::kNone;
-  PoolId pool = 0;
-  std::uint64_t need = 0, cap = 0;  // bytes; kQuota: with what the namespace holds
-  bool retryable = false;           // kNoRoom, and kQuota where it could fit once sequences end
-  explicit operator bool() const { return cause != Cause::kNone; }
 };
 
 enum class PublishOutcome : std::uint8_t {

@@ -45,7 +45,6 @@ class Counters {
     kRefusedImpossible,
     kRefusedNoRoom,
     kRefusedQuota,
-    kSlabsReclaimed,
     kStaleSteps,
     kForeignSteps,
     kVerifyMismatches,

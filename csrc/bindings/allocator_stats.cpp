@@ -91,7 +91,7 @@ py::dict allocator_stats(KvAllocator& allocator) {
   stats["slab_bytes"] = arena.slab_bytes();
   stats["slabs"] = arena.num_slabs();
   stats["free_slabs"] = arena.free_slabs();
-  stats["slabs_reclaimed"] = counters.get(Counters::kSlabsReclaimed);
+  stats["slabs_reclaimed"] = allocator.slabs_reclaimed();
   stats["stranded_bytes"] = arena.stranded_bytes();
   return stats;
 }

@@ -1,58 +1,41 @@
-// KvAllocator: quotas, the reservation with eviction behind it, and what callers evict or quarantine by name.
+#include "allocator/memory_tier.h"
+
 #include <algorithm>
 #include <utility>
 
-#include "allocator/kv_allocator.h"
 #include "base/error.h"
-#include "base/test_point.h"
 
 namespace hetkv {
 
-Refusal KvAllocator::charge_quota(std::uint64_t bytes, Namespace* space) {
-  const auto more = static_cast<std::int64_t>(bytes);
-  std::int64_t used = space->used_bytes.load(std::memory_order_relaxed);
-  for (;;) {
-    const std::uint64_t quota = space->quota_bytes.load(std::memory_order_relaxed);
-    if (static_cast<std::uint64_t>(std::max<std::int64_t>(0, used + more)) <= quota) {
-      if (space->used_bytes.compare_exchange_weak(used, used + more, std::memory_order_relaxed)) return {};
-      continue;
-    }
-    // What can never fit evicts nothing. Else its own prefixes go, never another's.
-    if (bytes > quota) {
-      counters_.add(Counters::kRefusedQuota);
-      return {Refusal::Cause::kQuota, 0, bytes, quota};
-    }
-    if (store_.evict_space(space, kEveryInstance, 16) == 0) {
-      counters_.add(Counters::kRefusedQuota);
-      return {Refusal::Cause::kQuota, 0, static_cast<std::uint64_t>(std::max<std::int64_t>(0, used + more)), quota, true};
-    }
-    used = space->used_bytes.load(std::memory_order_relaxed);
+MemoryTier::MemoryTier(const CacheLayout& layout, const ArenaConfig& config, NamespaceTable& spaces, std::uint32_t max_nodes,
+                       bool charges_namespaces)
+    : layout_(layout), arena_(layout, config),
+      store_(layout, arena_, spaces, nodes_for(layout, arena_, max_nodes), charges_namespaces) {}
+
+// The node pool: as many nodes as the arena's history could fill, and some for nodes that hold no block of their own.
+std::uint32_t MemoryTier::nodes_for(const CacheLayout& layout, const Arena& arena, std::uint32_t asked) {
+  if (asked != 0) return asked;
+  std::uint64_t per_node = 0;  // bytes
+  for (const GroupId id : layout.history_groups()) {
+    const Group& group = layout.group(id);
+    per_node += group.block_bytes * layout.block_size() / std::max(layout.block_size(), group.spec.compress_ratio);
   }
+  if (per_node == 0) {
+    per_node = ~std::uint64_t{0};
+    for (const Group& group : layout.groups()) per_node = std::min(per_node, group.block_bytes);
+  }
+  return static_cast<std::uint32_t>(
+      std::clamp<std::uint64_t>(arena.bytes() / per_node + arena.bytes() / per_node / 8 + 64, 64, 1U << 28));
 }
 
-Refusal KvAllocator::reserve(const BlockCounts& need, std::uint64_t ticket, Namespace* space, Charge& charge) {
-  const std::uint64_t bytes = bytes_of(need);
-  if (bytes == 0) return {};
-  if (const Refusal refusal = charge_quota(bytes, space)) return refusal;
-  try {
-    const Refusal refusal = reserve_blocks(need, ticket, charge);
-    if (refusal) return_quota(bytes, space);
-    return refusal;
-  } catch (...) {  // out of memory inside a sweep
-    return_quota(bytes, space);
-    throw;
-  }
+std::uint64_t MemoryTier::bytes_of(const BlockCounts& counts) const {
+  std::uint64_t bytes = 0;
+  for (std::size_t pool = 0; pool < layout_.pools().size(); ++pool)
+    bytes += std::uint64_t{counts[pool]} * layout_.pools()[pool].block_bytes;
+  return bytes;
 }
 
-Refusal KvAllocator::reserve_blocks(const BlockCounts& need, std::uint64_t ticket, Charge& charge) {
-  BlockCounts headroom{};
-  if (older_than(ticket)) {
-    // The oldest sequence can always take one more step.
-    for (const Group& group : layout_.groups()) {
-      const Retention r = group.spec.retention;
-      headroom[group.id] = r == Retention::kHistory || r == Retention::kWindow ? 1 : 0;
-    }
-  }
+Refusal MemoryTier::reserve(const BlockCounts& need, const BlockCounts& headroom, Charge& charge) {
   bool thinned = false;
   for (;;) {
     const ReserveOutcome outcome = arena_.reserve(need, headroom, charge);
@@ -60,7 +43,6 @@ Refusal KvAllocator::reserve_blocks(const BlockCounts& need, std::uint64_t ticke
       case ReserveOutcome::Status::kReserved:
         return {};
       case ReserveOutcome::Status::kImpossible:
-        counters_.add(Counters::kRefusedImpossible);
         return {Refusal::Cause::kImpossible, outcome.pool, outcome.need, outcome.cap};
       case ReserveOutcome::Status::kShort:
         break;
@@ -71,7 +53,6 @@ Refusal KvAllocator::reserve_blocks(const BlockCounts& need, std::uint64_t ticke
     if (make_room(outcome, blocks, true)) continue;
     if (evict_kind_of(outcome.pool)) continue;
     if (!std::exchange(thinned, true) && thin_out(outcome, need, headroom)) continue;
-    counters_.add(Counters::kRefusedNoRoom);
     const bool over_cap = outcome.cap > 0;
     return {Refusal::Cause::kNoRoom, outcome.pool, over_cap ? outcome.need : bytes_of(need),
             over_cap ? outcome.cap : arena_.bytes(), true};
@@ -79,13 +60,13 @@ Refusal KvAllocator::reserve_blocks(const BlockCounts& need, std::uint64_t ticke
 }
 
 // Evicts something that helps the pool that is short: objects of its own group first, then a whole slab of another pool.
-bool KvAllocator::make_room(const ReserveOutcome& shortage, std::uint32_t blocks, bool after_sweep) {
+bool MemoryTier::make_room(const ReserveOutcome& shortage, std::uint32_t blocks, bool after_sweep) {
   const PoolSpec& pool = layout_.pools()[shortage.pool];
   if (!pool.ring && evict_coldest_of(pool.group, shortage.lacking, after_sweep) > 0) return true;
   return reclaim_slab(shortage.pool, blocks, after_sweep);
 }
 
-std::uint64_t KvAllocator::evict_coldest_of(GroupId id, std::uint64_t at_most, bool after_sweep) {
+std::uint64_t MemoryTier::evict_coldest_of(GroupId id, std::uint64_t at_most, bool after_sweep) {
   const Group& group = layout_.group(id);
   if (group.history_slot >= 0) return store_.evict_coldest_history(at_most, after_sweep);
   std::uint64_t gone = 0;
@@ -96,7 +77,7 @@ std::uint64_t KvAllocator::evict_coldest_of(GroupId id, std::uint64_t at_most, b
 }
 
 // One object of any group of the pool's kind: where the kind's cap is short, or its slabs are held by a sister group.
-bool KvAllocator::evict_kind_of(PoolId pool) {
+bool MemoryTier::evict_kind_of(PoolId pool) {
   for (const Group& group : layout_.groups()) {
     if (group.spec.kind == layout_.pools()[pool].kind && evict_coldest_of(group.id, 1, true) > 0) return true;
   }
@@ -105,7 +86,7 @@ bool KvAllocator::evict_kind_of(PoolId pool) {
 
 // No slab can be drained. An empty one may still be promised to the credits of its pool: fewer objects in its other slabs, and their
 // room covers the credits. Takes as many objects as the missing slabs need; false if no slab came free of its promise.
-bool KvAllocator::thin_out(const ReserveOutcome& shortage, const BlockCounts& need, const BlockCounts& headroom) {
+bool MemoryTier::thin_out(const ReserveOutcome& shortage, const BlockCounts& need, const BlockCounts& headroom) {
   std::array<std::uint64_t, kMaxPools> empty{};
   for (std::uint32_t slab = 0; slab < arena_.num_slabs(); ++slab) {
     if (const auto owner = arena_.slab_owner(slab); owner && arena_.slab_used(slab) == 0) ++empty[*owner];
@@ -132,7 +113,7 @@ bool KvAllocator::thin_out(const ReserveOutcome& shortage, const BlockCounts& ne
 }
 
 // Whether every block of the slab belongs to an object that nobody pins now.
-bool KvAllocator::drainable(std::span<const Block> blocks) const {
+bool MemoryTier::drainable(std::span<const Block> blocks) const {
   return std::all_of(blocks.begin(), blocks.end(), [&](const Block& block) {
     const NodeId node = arena_.owner(block);
     if (node == 0 || layout_.pools()[block.pool].ring) return false;
@@ -143,7 +124,7 @@ bool KvAllocator::drainable(std::span<const Block> blocks) const {
 }
 
 // Evicts every object of one slab; false if something in it turned out to be in use.
-bool KvAllocator::drain_slab(std::uint32_t slab, std::span<const Block> blocks) {
+bool MemoryTier::drain_slab(std::uint32_t slab, std::span<const Block> blocks) {
   std::vector<NodeId> nodes;
   for (const Block block : blocks) {
     const NodeId node = arena_.owner(block);
@@ -160,7 +141,7 @@ bool KvAllocator::drain_slab(std::uint32_t slab, std::span<const Block> blocks) 
   return arena_.slab_used(slab) == 0;
 }
 
-bool KvAllocator::reclaim_slab(PoolId to, std::uint32_t needed, bool try_all) {
+bool MemoryTier::reclaim_slab(PoolId to, std::uint32_t needed, bool try_all) {
   std::array<bool, kMaxPools> may_give{};
   for (std::size_t pool = 0; pool < layout_.pools().size(); ++pool)
     may_give[pool] = arena_.may_steal(static_cast<PoolId>(pool), to, needed);
@@ -180,7 +161,7 @@ bool KvAllocator::reclaim_slab(PoolId to, std::uint32_t needed, bool try_all) {
     arena_.live_blocks(slab, blocks);
     if (!drainable(blocks)) continue;
     if (drain_slab(slab, blocks)) {
-      counters_.add(Counters::kSlabsReclaimed);
+      slabs_reclaimed_.fetch_add(1, std::memory_order_relaxed);
       return true;
     }
     if (++tried == kTried && !try_all) break;
@@ -188,7 +169,7 @@ bool KvAllocator::reclaim_slab(PoolId to, std::uint32_t needed, bool try_all) {
   return false;
 }
 
-std::uint64_t KvAllocator::evict(ObjectKind kind, std::uint64_t blocks) {
+std::uint64_t MemoryTier::evict(ObjectKind kind, std::uint64_t blocks) {
   require_route(kind, Operation::kEvict);
   std::uint64_t gone = 0;
   bool history_done = false;
@@ -204,41 +185,6 @@ std::uint64_t KvAllocator::evict(ObjectKind kind, std::uint64_t blocks) {
     }
   }
   return gone;
-}
-
-bool KvAllocator::evict_object(std::span<const std::int32_t> tokens, const Namespace* space, std::int64_t position,
-                               GroupId group) {
-  const Found found = object_at(tokens, space, position, group);
-  if (found.node == 0) return false;
-  const Group& g = layout_.group(group);
-  require_route(g.spec.kind, Operation::kEvict);
-  if (g.point_slot < 0) return store_.evict_node(found.node, found.gen);
-  const auto set = static_cast<std::uint32_t>(g.point_slot);
-  return store_.evict_point(found.node, set, store_.nodes().point(found.node, set).load().gen());
-}
-
-std::uint64_t KvAllocator::quarantine(std::span<const std::int32_t> tokens, const Namespace* space, std::int64_t position,
-                                      GroupId group, LossReason reason) {
-  const Found found = object_at(tokens, space, position, group);
-  if (found.node == 0) return 0;
-  const Group& g = layout_.group(group);
-  if (g.point_slot < 0) return store_.quarantine_node(found.node, found.gen, reason, group);
-  return store_.quarantine_point(found.node, static_cast<std::uint32_t>(g.point_slot), reason) ? 1 : 0;
-}
-
-Found KvAllocator::object_at(std::span<const std::int32_t> tokens, const Namespace* space, std::int64_t position,
-                             GroupId group) const {
-  check_tokens(tokens);
-  const std::int64_t b = layout_.block_size();
-  if (group >= layout_.groups().size()) throw ArgumentError("group", std::to_string(group), "a group of the layout");
-  if (position <= 0 || position % b != 0 || position > static_cast<std::int64_t>(tokens.size())) {
-    throw ArgumentError("position", std::to_string(position),
-                        "a multiple of block_size " + std::to_string(b) + " in (0, " + std::to_string(tokens.size()) + "]");
-  }
-  const NamespaceInstance& instance = *space->instance.load(std::memory_order_acquire);
-  std::vector<Key128> keys;
-  hash_blocks(tokens.first(static_cast<std::size_t>(position)), instance, nullptr, keys);
-  return store_.lookup(keys.back(), versions_.current(), instance.id);
 }
 
 }  // namespace hetkv
