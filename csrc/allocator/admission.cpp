@@ -5,6 +5,7 @@
 
 #include "allocator/kv_allocator.h"
 #include "allocator/recoverability.h"
+#include "base/check.h"
 #include "base/error.h"
 #include "base/test_point.h"
 
@@ -31,13 +32,15 @@ void KvAllocator::hash_blocks(std::span<const std::int32_t> tokens, const Namesp
 }
 
 void KvAllocator::explain_identity(std::span<const Key128> keys, VersionId version, std::uint32_t space, std::uint32_t own,
-                                   HitReport& report) const {
+                                   std::uint32_t lower, HitReport& report) const {
   const std::int64_t b = layout_.block_size();
   const auto full = static_cast<std::uint32_t>(keys.size());
   report.lose(LossReason::kGranularity, -1, report.num_prompt_tokens - full * b);
   std::uint32_t any = own, same_layout = own, same_abi = own, same_model = own;
   BrokenRecord broken;
-  if (own < full) {
+  lower = std::max(lower, own);
+  any = same_layout = same_abi = same_model = lower;
+  if (lower < full) {
     const Version& mine = versions_.at(version);
     auto see = [&](VersionId other, std::uint32_t depth) {
       const Version& theirs = versions_.at(other);
@@ -53,8 +56,14 @@ void KvAllocator::explain_identity(std::span<const Key128> keys, VersionId versi
       store_.find_deepest(keys, full, other, space, &depth);
       see(other, depth);
     }
+    if (lower_) {
+      const OtherVersions others = lower_->deepest_of_others(keys, version);
+      any = std::max(any, others.any);
+      same_layout = std::max(same_layout, others.same_layout);
+      same_abi = std::max(same_abi, others.same_abi);
+    }
     if (store_.any_broken()) {
-      for (std::uint32_t depth = full; depth > own; --depth) {
+      for (std::uint32_t depth = full; depth > lower; --depth) {
         const auto record = store_.broken(keys[depth - 1]);
         if (!record) continue;
         see(record->version, depth);
@@ -73,7 +82,8 @@ void KvAllocator::explain_identity(std::span<const Key128> keys, VersionId versi
   report.lose(LossReason::kLayout, -1, (any - same_layout) * b);
   report.lose(LossReason::kAbi, -1, (same_layout - same_abi) * b);
   report.lose(LossReason::kModelVersion, -1, (same_abi - same_model) * b);
-  report.lose(broken.reason, broken.group, (same_model - own) * b);
+  report.lose(broken.reason, broken.group, (same_model - lower) * b);
+  report.lose(LossReason::kNotRestored, -1, (lower - own) * b);
 }
 
 void KvAllocator::count_report(const HitReport& report, bool admitted) {
@@ -95,19 +105,71 @@ HitReport KvAllocator::probe(std::span<const std::int32_t> tokens, const Namespa
   report.num_prompt_tokens = static_cast<std::int64_t>(tokens.size());
   std::uint32_t depth = 0;
   store_.find_deepest(keys, static_cast<std::uint32_t>(keys.size()), version, instance.id, &depth);
-  explain_identity(keys, version, instance.id, depth, report);
-  EndpointScan(layout_).run(
-      depth, report, [&](std::uint32_t d) { return store_.lookup(keys[d - 1], version, instance.id).flags; },
+  const HitReport asked = report;
+  explain_identity(keys, version, instance.id, depth, depth, report);
+  scan_endpoints(keys, version, instance.id, depth, 0, report);
+  if (lower_) {
+    const std::uint32_t below = lower_->find_deepest(keys, version, instance.id);
+    HitReport with_lower = asked;
+    if (forecast(keys, version, instance, std::max(depth, below), depth, nullptr, with_lower) *
+            std::int64_t{layout_.block_size()} >
+        report.num_recoverable_tokens) {
+      with_lower.num_restored_tokens = with_lower.num_recoverable_tokens - report.num_recoverable_tokens;
+      report = with_lower;
+    }
+  }
+  counters_.add(Counters::kProbes);
+  return report;
+}
+
+// The largest endpoint at or above `depth`, by loads alone. `lower`: whether what lies on the tiers below counts as there.
+std::uint32_t KvAllocator::scan_endpoints(std::span<const Key128> keys, VersionId version, std::uint32_t space,
+                                          std::uint32_t depth, bool lower, HitReport& report) const {
+  const auto sets = static_cast<std::uint8_t>((1U << layout_.point_groups().size()) - 1);
+  return EndpointScan(layout_).run(
+      depth, report,
       [&](std::uint32_t d) -> std::uint8_t {
-        const NodeId node = store_.lookup(keys[d - 1], version, instance.id).node;
+        std::uint8_t flags = store_.lookup(keys[d - 1], version, space).flags;
+        if (lower && flags != sets) flags |= static_cast<std::uint8_t>(lower_->parts(keys[d - 1], version, space) & sets);
+        return flags;
+      },
+      [&](std::uint32_t d) -> std::uint8_t {
+        const NodeId node = store_.lookup(keys[d - 1], version, space).node;
         return node == 0 ? std::uint8_t{0} : store_.nodes().header(node).ever_published.load(std::memory_order_relaxed);
       },
       [&](std::uint32_t d, std::uint32_t set) -> std::optional<LossReason> {
-        const NodeId node = store_.lookup(keys[d - 1], version, instance.id).node;
+        const NodeId node = store_.lookup(keys[d - 1], version, space).node;
         return node == 0 ? std::nullopt : store_.broken_point(node, set);
       });
-  counters_.add(Counters::kProbes);
-  return report;
+}
+
+std::uint32_t KvAllocator::forecast(std::span<const Key128> keys, VersionId version, const NamespaceInstance& instance,
+                                    std::uint32_t depth, std::uint32_t resident, RestoreBase* base, HitReport& report) const {
+  explain_identity(keys, version, instance.id, depth, depth, report);
+  const std::uint32_t end = scan_endpoints(keys, version, instance.id, depth, true, report);
+  auto want = [&](std::uint32_t d, std::uint8_t part, std::uint32_t bit) {
+    const int tier = lower_->tier_of(keys[d - 1], version, instance.id, bit);
+    RestoreWish wish{d, part, static_cast<std::uint8_t>(std::max(tier, 0)), {}};
+    BlockCounts counts{};
+    add_blocks(wish, counts);
+    report.restore_bytes += bytes_of(counts);
+    if (base != nullptr) base->wishes.push_back(std::move(wish));
+  };
+  for (std::uint32_t d = resident + 1; d <= end; ++d) want(d, kHistorySet, LowerTier::kHistoryPart);
+  const auto points = layout_.point_groups();
+  for (std::uint32_t set = 0; set < points.size(); ++set) {
+    std::uint32_t span = layout_.point_needed(points[set], end) ? 1 : 0;
+    if (layout_.group(points[set]).spec.retention == Retention::kWindow) span = layout_.window_nodes(points[set], end);
+    for (std::uint32_t d = end - span + 1; d <= end; ++d) {
+      bool there = (store_.lookup(keys[d - 1], version, instance.id).flags >> set & 1) != 0;
+      if (there && base != nullptr) {
+        there = d <= base->chain.nodes.size() && store_.pin_point(base->chain.nodes[d - 1], set);
+        if (there) base->lease.add_point({base->chain.nodes[d - 1], set, d});
+      }
+      if (!there) want(d, static_cast<std::uint8_t>(set), 1U << set);
+    }
+  }
+  return end;
 }
 
 // --- admission ---
@@ -134,14 +196,14 @@ bool KvAllocator::pin_points(std::uint32_t depth, PinnedChain& chain, Lease& lea
 }
 
 std::uint32_t KvAllocator::pin_recoverable(std::span<const std::int32_t> tokens, std::span<const Key128> keys, VersionId version,
-                                           const NamespaceInstance& instance, Lease& lease, PinnedChain& chain,
-                                           HitReport& report) {
+                                           const NamespaceInstance& instance, std::uint32_t lower_depth, Lease& lease,
+                                           PinnedChain& chain, HitReport& report) {
   // A node with 65535 pins cannot take another: the prefix above it still can.
   auto limit = static_cast<std::uint32_t>(keys.size());
   for (;;) {
     HitReport attempt = report;
     const std::uint32_t depth = pin_history(tokens, keys, limit, version, instance, lease, chain);
-    explain_identity(keys, version, instance.id, depth, attempt);
+    explain_identity(keys, version, instance.id, depth, lower_depth, attempt);
     const std::uint32_t end = pin_endpoint(depth, chain, lease, attempt);
     if (end == depth || end == 0 || store_.pin_node_again(chain.nodes[end - 1])) {
       if (end < depth) lease.move_to(end > 0 ? chain.nodes[end - 1] : 0);
@@ -287,38 +349,145 @@ AdmitResult KvAllocator::admit(std::span<const std::int32_t> tokens, Namespace* 
   s.tokens_.assign(tokens.begin(), tokens.end());
   hash_blocks(tokens, *instance, options.previous.get(), s.keys_);
 
+  s.prompt_tokens_ = prompt;
+  s.total_tokens_ = total;
+  s.chunk_tokens_ = chunk;
+  s.live_state_ = options.live_state;
+
   thread_local PinnedChain chain;
+  const HitReport asked = result.report;
+  const std::uint32_t below = lower_ ? lower_->find_deepest(s.keys_, s.version_, instance->id) : 0;
   // Pins come before the reservation, so that eviction made by the reservation cannot take them.
-  const std::uint32_t depth = pin_recoverable(tokens, s.keys_, s.version_, *instance, s.lease_, chain, result.report);
-  const auto known_depth = static_cast<std::uint32_t>(result.report.num_history_tokens / layout_.block_size());
-  const std::int64_t resume = std::int64_t{depth} * layout_.block_size();
-  const BlockCounts need = need_between(resume, total, chunk, options.live_state);
+  const std::uint32_t depth = pin_recoverable(tokens, s.keys_, s.version_, *instance, below, s.lease_, chain, result.report);
+  RestoreBase base(store_);
+  HitReport with_lower = asked;
+  std::uint32_t restored = 0;
+  if (lower_ && options.restore && depth < static_cast<std::uint32_t>((prompt - 1) / layout_.block_size())) {
+    const std::uint32_t resident =
+        pin_history(tokens, s.keys_, static_cast<std::uint32_t>(s.keys_.size()), s.version_, *instance, base.lease, base.chain);
+    restored = forecast(s.keys_, s.version_, *instance, std::max(resident, below), resident, &base, with_lower);
+    if (restored <= depth || base.wishes.empty()) {
+      restored = 0;
+      base.lease.release();
+    }
+  }
   HETKV_TEST_POINT("admit: pinned, not reserved");
 #ifdef HETKV_PLANT_UNPINNED_RESERVATION
   s.lease_.release();
 #endif
   s.ticket_ = enter(&s.ticket_slot_);
+  const std::int64_t b = layout_.block_size();
+  if (restored > 0) {
+    BlockCounts need = need_between(restored * b, total, chunk, options.live_state);
+    for (const RestoreWish& wish : base.wishes) add_blocks(wish, need);
+    if (!reserve(need, s.ticket_, space, s.charge_)) {
+      s.held_bytes_ = static_cast<std::int64_t>(bytes_of(need));
+      with_lower.num_restored_tokens = (restored - depth) * b;
+      result.report = with_lower;
+      begin_restore(s, restored, std::move(base));
+      return result;
+    }
+    // No room for what would be loaded: what is resident has to do, and the rest is computed.
+    base.lease.release();
+  }
+  const BlockCounts need = need_between(depth * b, total, chunk, options.live_state);
   if (const Refusal refusal = reserve(need, s.ticket_, space, s.charge_)) {
     result.refusal = refusal;
     result.sequence.reset();
     return result;
   }
   s.held_bytes_ = static_cast<std::int64_t>(bytes_of(need));
-  s.report_ = result.report;
+  begin(s, depth, chain, result.report);
+  return result;
+}
+
+void KvAllocator::begin(Sequence& s, std::uint32_t depth, const PinnedChain& chain, const HitReport& report) {
+  const auto known_depth = static_cast<std::uint32_t>(report.num_history_tokens / layout_.block_size());
+  s.report_ = report;
   s.resume_depth_ = s.published_depth_ = s.last_point_depth_ = depth;
   s.chain_.assign(chain.nodes.begin(), chain.nodes.begin() + depth);
-  s.canonical_depth_ = result.report.canonical ? depth : 0;
-  s.scheduled_ = s.settled_ = s.accepted_ = s.covered_ = resume;
-  s.plan_ = RetentionPlan(retention_, layout_, prompt, depth, known_depth);
+  s.canonical_depth_ = report.canonical ? depth : 0;
+  s.scheduled_ = s.settled_ = s.accepted_ = s.covered_ = std::int64_t{depth} * layout_.block_size();
+  s.plan_ = RetentionPlan(retention_, layout_, s.prompt_tokens_, depth, known_depth);
   s.fill_tables();
-  if (options.live_state) s.take_live_blocks();
+  if (s.live_state_) s.take_live_blocks();
 
   if (depth > 0) {
     store_.touch_node(s.chain_[depth - 1], store_.tick());
     for (const PointPin& pin : s.lease_.points()) store_.touch_point(pin.node, pin.set);
+    if (lower_) lower_->touch({s.keys_.begin(), s.keys_.begin() + depth}, s.version_, s.instance_->id);
   }
-  count_report(result.report, true);
-  return result;
+  count_report(report, true);
+}
+
+// --- restores ---
+
+// The blocks of an object, one per group of it.
+void KvAllocator::add_blocks(const RestoreWish& wish, BlockCounts& counts) const {
+  if (wish.part != kHistorySet) {
+    ++counts[layout_.point_groups()[wish.part]];
+    return;
+  }
+  for (const GroupId id : layout_.history_groups()) counts[id] += layout_.history_block_at(id, wish.depth) ? 1U : 0U;
+}
+
+void KvAllocator::begin_restore(Sequence& s, std::uint32_t depth, RestoreBase&& base) {
+  RestoreRequest request{std::move(base.lease)};
+  request.keys.assign(s.keys_.begin(), s.keys_.begin() + depth);
+  const auto tokens = static_cast<std::ptrdiff_t>(std::size_t{depth} * layout_.block_size());
+  request.tokens.assign(s.tokens_.begin(), s.tokens_.begin() + tokens);
+  request.version = s.version_;
+  request.space = s.instance_->id;
+  request.charged = s.space_;
+  request.chain = std::move(base.chain.nodes);
+  for (RestoreWish& wish : base.wishes) {
+    BlockCounts counts{};
+    add_blocks(wish, counts);
+    for (const Group& group : layout_.groups()) {
+      if (counts[group.id] == 0) continue;
+      const Block block = s.charge_.take(group.id);
+      arena_.set_owner(block, 0);
+      wish.blocks.push_back(block);
+      s.held_bytes_ -= static_cast<std::int64_t>(group.block_bytes);
+    }
+  }
+  request.wishes = std::move(base.wishes);
+  s.restore_ = lower_->start(std::move(request));
+}
+
+Refusal KvAllocator::finish_restore(Sequence& s) {
+  HETKV_CHECK(s.restore_ != nullptr && s.restore_->done(), "a restore finished before it is done");
+  const std::shared_ptr<Restore> restore = std::move(s.restore_);
+  s.restore_.reset();
+  const auto returned = static_cast<std::int64_t>(restore->return_blocks(s.charge_));
+  s.held_bytes_ += returned;
+  // The restore's own lease keeps what it published until we have looked.
+  thread_local PinnedChain chain;
+  Lease lease(store_);
+  HitReport report;
+  report.num_prompt_tokens = s.prompt_tokens_;
+  const auto prompt = std::span<const std::int32_t>(s.tokens_).first(static_cast<std::size_t>(s.prompt_tokens_));
+  const std::uint32_t below = lower_->find_deepest(s.keys_, s.version_, s.instance_->id);
+  const std::uint32_t depth = pin_recoverable(prompt, s.keys_, s.version_, *s.instance_, below, lease, chain, report);
+  const auto resident_before = static_cast<std::int64_t>(s.lease_.depth());
+  s.lease_.take_over(std::move(lease));
+  report.restore_bytes = restore->loaded_bytes();
+  report.num_restored_tokens = std::max<std::int64_t>(0, std::int64_t{depth} - resident_before) * layout_.block_size();
+  // What could not be loaded is computed: blocks for that too.
+  const BlockCounts need =
+      need_between(std::int64_t{depth} * layout_.block_size(), s.total_tokens_, s.chunk_tokens_, s.live_state_);
+  BlockCounts more{};
+  for (std::size_t pool = 0; pool < layout_.pools().size(); ++pool) {
+    const std::uint32_t have = s.charge_.left(static_cast<PoolId>(pool));
+    more[pool] = need[pool] > have ? need[pool] - have : 0;
+  }
+  if (const Refusal refusal = reserve(more, s.ticket_, s.space_, s.charge_)) {
+    s.free(false);
+    return refusal;
+  }
+  s.held_bytes_ += static_cast<std::int64_t>(bytes_of(more));
+  begin(s, depth, chain, report);
+  return {};
 }
 
 std::unique_ptr<PinnedPrefix> KvAllocator::pin_prefix(std::span<const std::int32_t> tokens, Namespace* space) {
@@ -331,7 +500,7 @@ std::unique_ptr<PinnedPrefix> KvAllocator::pin_prefix(std::span<const std::int32
   HitReport report;
   // The pinned prefix is for longer prompts, so the last-token rule does not apply to it.
   report.num_prompt_tokens = static_cast<std::int64_t>(tokens.size()) + 1;
-  const std::uint32_t depth = pin_recoverable(tokens, keys, versions_.current(), instance, pinned->lease_, chain, report);
+  const std::uint32_t depth = pin_recoverable(tokens, keys, versions_.current(), instance, 0, pinned->lease_, chain, report);
   std::uint64_t bytes = 0;
   for (const GroupId id : layout_.history_groups()) {
     bytes += layout_.group(id).block_bytes *

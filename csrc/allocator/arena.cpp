@@ -135,7 +135,8 @@ struct Arena::Impl {
     HETKV_CHECK(hold_count(place).exchange(1, std::memory_order_relaxed) == 0, "a block in two hands");
     return block_at(pool, place);
   }
-  bool drop(Block block) noexcept {
+  // Frees the block with its last hold; its credit stays counted.
+  bool put_back(Block block) noexcept {
     const SlabTable::Place place = locate(block);
     const std::uint16_t before = hold_count(place).fetch_sub(1, std::memory_order_acq_rel);
     HETKV_CHECK(before > 0, "a hold was released twice");
@@ -143,6 +144,10 @@ struct Arena::Impl {
     owners.at(place.slab, place.index).store(0, std::memory_order_relaxed);
     HETKV_TEST_POINT("drop: last hold gone");
     slabs.put_back(block.pool, place);
+    return true;
+  }
+  bool drop(Block block) noexcept {
+    if (!put_back(block)) return false;
     HETKV_TEST_POINT("drop: before the release counts");
     reservation->release(block.pool, 1);
     return true;
@@ -199,6 +204,12 @@ void Charge::give_back(PoolId pool, std::uint32_t count) noexcept {
   if (count == 0) return;
   counts_[pool] -= count;
   arena_->impl_->reservation->release(pool, count);
+}
+
+void Charge::put_back(Block block) noexcept {
+  HETKV_CHECK(arena_ != nullptr, "a block put back into a charge of no arena");
+  HETKV_CHECK(arena_->impl_->put_back(block), "a block put back that others hold");
+  ++counts_[block.pool];
 }
 
 void Charge::release() noexcept {

@@ -70,6 +70,8 @@ class Charge {
   Block take(PoolId pool) noexcept;
   // Returns `count` credits of a pool early.
   void give_back(PoolId pool, std::uint32_t count) noexcept;
+  // Frees a block that only the caller holds, and keeps the right to take one in its place.
+  void put_back(Block block) noexcept;
   void release() noexcept;  // all
 
  private:

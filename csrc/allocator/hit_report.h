@@ -18,8 +18,10 @@ class HitReport {
 
   std::int64_t num_prompt_tokens = 0;
   std::int64_t num_hash_hit_tokens = 0;     // longest prefix known in any version on any tier
-  std::int64_t num_history_tokens = 0;      // longest prefix whose history is resident in the running version
+  std::int64_t num_history_tokens = 0;      // longest prefix whose history is there in the running version
   std::int64_t num_recoverable_tokens = 0;  // resume here
+  std::int64_t num_restored_tokens = 0;     // of these, recoverable only because of lower tiers
+  std::uint64_t restore_bytes = 0;          // to load for that, or loaded
   // Whether everything resumed from is canonical: computed in chunks that end at every multiple of block_size. Then the continuation
   // equals a cold prefill of the same schedule bit for bit; else only the conversation that made the state, and others up to rounding.
   bool canonical = true;

@@ -10,7 +10,9 @@
 
 namespace hetkv {
 KvAllocator::KvAllocator(CacheLayout layout, const AllocatorConfig& config)
-    : layout_(std::move(layout)), hasher_(config.hash_seed), spaces_(hasher_),
+    : layout_(std::move(layout)),
+      directory_(config.lower.disk ? std::make_unique<BundleDirectory>(config.lower.disk->directory) : nullptr),
+      hasher_(directory_ ? directory_->hash_seed() : config.hash_seed), spaces_(hasher_, directory_.get()),
       versions_(layout_.fingerprint(), config.model_version, config.abi),
       device_(layout_, config.arena, spaces_, config.max_nodes, true), arena_(device_.arena()), store_(device_.store()),
       retention_(config.retention), verify_all_tokens_(config.verify_all_tokens),
@@ -36,9 +38,12 @@ KvAllocator::KvAllocator(CacheLayout layout, const AllocatorConfig& config)
   HETKV_CHECK(arena_.reserve(one_each, {}, charge).status == ReserveOutcome::Status::kReserved,
               "an empty arena refuses what is possible");
   for (std::size_t pool = 0; pool < layout_.pools().size(); ++pool) scratch_[pool] = charge.take(static_cast<PoolId>(pool));
+  if (config.lower.host || config.lower.disk)
+    lower_ = std::make_unique<LowerTiers>(layout_, device_, spaces_, versions_, config.lower, directory_.get());
 }
 
 KvAllocator::~KvAllocator() {
+  lower_.reset();
   for (std::size_t pool = 0; pool < layout_.pools().size(); ++pool) arena_.drop(scratch_[pool]);
 }
 
@@ -74,7 +79,12 @@ void KvAllocator::declare_alignment(const std::string& family, std::uint64_t byt
 std::uint64_t KvAllocator::clear(Namespace* space) {
   const std::uint32_t old = space->instance.load(std::memory_order_acquire)->id;
   spaces_.renew(space);
-  return store_.evict_space(space, old, ~std::uint64_t{0});
+  const std::uint64_t gone = store_.evict_space(space, old, ~std::uint64_t{0});
+  if (lower_) {
+    if (HostTier* host = lower_->host()) host->memory().store().evict_space(space, old, ~std::uint64_t{0});
+    lower_->clear(old);
+  }
+  return gone;
 }
 
 // --- order of admission ---

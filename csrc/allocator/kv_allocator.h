@@ -17,6 +17,7 @@
 #include "allocator/arena.h"
 #include "allocator/hit_report.h"
 #include "allocator/layout.h"
+#include "allocator/lower_tiers.h"
 #include "allocator/memory_tier.h"
 #include "allocator/namespace_table.h"
 #include "allocator/object_store.h"
@@ -36,6 +37,7 @@ struct AllocatorConfig {
   std::uint64_t hash_seed = 0;               // 0: a random secret
   std::uint32_t max_nodes = 0;               // 0: from the arena
   std::uint64_t pin_prefix_cap_bytes = 0;    // 0: a quarter of the arena
+  LowerTiers::Config lower;                  // with a disk tier the secret of the hash is the folder's
 };
 
 struct AdmitOptions {
@@ -43,11 +45,12 @@ struct AdmitOptions {
   std::int64_t chunk_tokens = 0;                 // largest step; 0: block_size
   bool live_state = false;                       // reserve the running rings and live snapshots
   std::shared_ptr<const HashedPrefix> previous;  // the conversation so far: not hashed again where equal
+  bool restore = true;                           // whether lower tiers may be loaded from; then the sequence may be pending
 };
 
 struct AdmitResult {
-  std::unique_ptr<Sequence> sequence;  // null on refusal
-  HitReport report;
+  std::unique_ptr<Sequence> sequence;  // null on refusal; may be pending: see Sequence::pending
+  HitReport report;                    // of a pending one: a forecast
   Refusal refusal;
 };
 
@@ -116,6 +119,9 @@ class KvAllocator {
   // Pins, then reserves, in one step. A refusal pins and reserves nothing; one that is final evicts nothing either. ArgumentError
   // on empty or negative input, and beyond 2^31 - 1 tokens.
   AdmitResult admit(std::span<const std::int32_t> tokens, Namespace* space, const AdmitOptions& options = {});
+  // Ends the admission of a pending sequence, whose restore is done: what it can resume from is looked for anew. On a refusal the
+  // sequence is freed.
+  Refusal finish_restore(Sequence& sequence);
   // Schedules num_tokens of every item, or none, and fills the buffers. On a refusal nothing changed.
   Refusal prepare_step(std::span<const StepItem> items, const StepBuffers& buffers, StepStamp* stamps);
   // Pins the longest recoverable prefix of tokens. AdmissionError over the cap.
@@ -136,6 +142,12 @@ class KvAllocator {
   // Offset of the scratch block of a pool.
   std::uint32_t scratch(PoolId pool) const { return scratch_[pool].offset; }
 
+  // The tiers below, or null. flush waits until what was published is copied down.
+  LowerTiers* lower() { return lower_.get(); }
+  void flush() {
+    if (lower_) lower_->flush();
+  }
+
   const Counters& counters() const { return counters_; }
   std::size_t metadata_bytes() const { return device_.metadata_bytes(); }
   std::uint64_t slabs_reclaimed() const { return device_.slabs_reclaimed(); }
@@ -148,8 +160,9 @@ class KvAllocator {
   void hash_blocks(std::span<const std::int32_t> tokens, const NamespaceInstance& instance, const HashedPrefix* previous,
                    std::vector<Key128>& keys) const;
   // Stages 1..: granularity to model version. `own_depth`: sealed depth of the running version. Fills the report's first numbers.
+  // `lower_depth`: of the running version on the tiers below, as far as they could tell.
   void explain_identity(std::span<const Key128> keys, VersionId version, std::uint32_t space, std::uint32_t own_depth,
-                        HitReport& report) const;
+                        std::uint32_t lower_depth, HitReport& report) const;
   // All groups or none; evicts as needed. `ticket`: of the asking sequence, for the oldest one's right to a step.
   Refusal reserve_blocks(const BlockCounts& need, std::uint64_t ticket, Charge& charge);
   // The same within the namespace's quota, and charged to it.
@@ -175,11 +188,31 @@ class KvAllocator {
     }
   };
   // Finds, pins and compares the prefix, then pins the point objects of the largest endpoint. Returns its depth; fills the report.
+  // `lower_depth` as for explain_identity.
   std::uint32_t pin_recoverable(std::span<const std::int32_t> tokens, std::span<const Key128> keys, VersionId version,
-                                const NamespaceInstance& instance, Lease& lease, PinnedChain& chain, HitReport& report);
+                                const NamespaceInstance& instance, std::uint32_t lower_depth, Lease& lease, PinnedChain& chain,
+                                HitReport& report);
   std::uint32_t pin_history(std::span<const std::int32_t> tokens, std::span<const Key128> keys, std::uint32_t limit,
                             VersionId version, const NamespaceInstance& instance, Lease& lease, PinnedChain& chain);
   std::uint32_t pin_endpoint(std::uint32_t depth, PinnedChain& chain, Lease& lease, HitReport& report);
+  std::uint32_t scan_endpoints(std::span<const Key128> keys, VersionId version, std::uint32_t space, std::uint32_t depth,
+                               bool lower, HitReport& report) const;
+  void add_blocks(const RestoreWish& wish, BlockCounts& counts) const;
+  // A prefix whose resident part is pinned, for a restore on top of it.
+  struct RestoreBase {
+    explicit RestoreBase(ObjectStore& store) : lease(store) {}
+    Lease lease;
+    PinnedChain chain;
+    std::vector<RestoreWish> wishes;
+  };
+  // What device and lower tiers have together: the largest endpoint, with history to `depth` on some tier and to `resident` on the
+  // device. With a base: pins the resident points of that endpoint and lists what has to be loaded. `report` becomes the forecast.
+  std::uint32_t forecast(std::span<const Key128> keys, VersionId version, const NamespaceInstance& instance, std::uint32_t depth,
+                         std::uint32_t resident, RestoreBase* base, HitReport& report) const;
+  // Begins a restore to endpoint `depth` with blocks from the sequence's charge.
+  void begin_restore(Sequence& sequence, std::uint32_t depth, RestoreBase&& base);
+  // The sequence resumes at `depth` of the pinned chain.
+  void begin(Sequence& sequence, std::uint32_t depth, const PinnedChain& chain, const HitReport& report);
   bool pin_points(std::uint32_t depth, PinnedChain& chain, Lease& lease);
   Fingerprint aligned_layout() const;
   static void check_tokens(std::span<const std::int32_t> tokens);
@@ -199,6 +232,7 @@ class KvAllocator {
   void count_report(const HitReport& report, bool admitted);
 
   CacheLayout layout_;
+  std::unique_ptr<BundleDirectory> directory_;  // null without a disk tier
   ChainHasher hasher_;
   NamespaceTable spaces_;
   VersionTable versions_;
@@ -219,6 +253,7 @@ class KvAllocator {
   std::atomic<std::uint64_t> next_ticket_{1};
   std::atomic<std::uint32_t> ticket_high_{0};
   mutable Counters counters_;
+  std::unique_ptr<LowerTiers> lower_;  // last: its threads use all of the above
 };
 
 }  // namespace hetkv

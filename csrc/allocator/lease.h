@@ -24,9 +24,19 @@ class Lease {
   Lease(Lease&& other) noexcept
       : store_(other.store_), deepest_(std::exchange(other.deepest_, 0)), points_(std::exchange(other.points_, {})) {}
   Lease& operator=(Lease&&) = delete;
+  // Drops what it has and takes over the other's.
+  void take_over(Lease&& other) {
+    release();
+    deepest_ = std::exchange(other.deepest_, 0);
+    points_ = std::exchange(other.points_, {});
+  }
   ~Lease() { release(); }
 
   NodeId deepest() const { return deepest_; }
+  // In blocks, of the deepest node; 0 without one.
+  std::uint32_t depth() const {
+    return deepest_ == 0 ? 0 : store_->nodes().header(deepest_).depth.load(std::memory_order_relaxed);
+  }
   // Takes over the caller's pin on `node`, a descendant of the present one, and drops the present one.
   void move_to(NodeId node) {
     if (deepest_ != 0) store_->unpin_node(deepest_);

@@ -15,6 +15,7 @@ Namespace* NamespaceTable::intern(const std::vector<NamespaceField>& fields) {
   if (!slot) {
     slot = std::make_unique<Namespace>();
     slot->framed = builder.framed();
+    if (generations_ != nullptr) slot->generation = generations_->generation(slot->framed);
     add_instance_locked(slot.get());
   }
   return slot.get();
@@ -22,6 +23,7 @@ Namespace* NamespaceTable::intern(const std::vector<NamespaceField>& fields) {
 
 void NamespaceTable::renew(Namespace* space) {
   const std::lock_guard guard(change_);
+  space->generation = generations_ != nullptr ? generations_->raise_generation(space->framed) : space->generation + 1;
   add_instance_locked(space);
 }
 
@@ -29,12 +31,14 @@ void NamespaceTable::add_instance_locked(Namespace* space) {
   const auto id = static_cast<std::uint32_t>(instances_.size());
   if (id >= kChunk * kMaxChunks) throw ArgumentError("namespace", std::to_string(id), "fewer than 4194304 namespaces and clears");
   if (id % kChunk == 0) {
-    owner_chunks_.push_back(std::make_unique<std::atomic<Namespace*>[]>(kChunk));
+    owner_chunks_.push_back(std::make_unique<Instance[]>(kChunk));
     owners_[id / kChunk].store(owner_chunks_.back().get(), std::memory_order_release);
   }
-  owner_chunks_.back()[id % kChunk].store(space, std::memory_order_release);
   const auto bytes = std::as_bytes(std::span(space->framed.data(), space->framed.size()));
-  instances_.push_back(std::make_unique<NamespaceInstance>(NamespaceInstance{id, hasher_.root(bytes, id)}));
+  instances_.push_back(std::make_unique<NamespaceInstance>(NamespaceInstance{id, hasher_.root(bytes, space->generation)}));
+  Instance& instance = owner_chunks_.back()[id % kChunk];
+  instance.tag.store(static_cast<std::uint32_t>(instances_.back()->root.high), std::memory_order_release);
+  instance.space.store(space, std::memory_order_release);
   space->instance.store(instances_.back().get(), std::memory_order_release);
 }
 

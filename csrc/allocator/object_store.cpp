@@ -228,6 +228,7 @@ PublishStatus ObjectStore::publish_node(const NodeContent& content, NodeId* node
   if (any_broken()) forget_broken(content.key);
   live_by_version_[content.version].fetch_add(1, std::memory_order_relaxed);
   counters_.nodes_published.fetch_add(1, std::memory_order_relaxed);
+  if (observer_ != nullptr) observer_->published(id, kHistorySet, false);
   *node = id;
   return PublishStatus::kPublished;
 }
@@ -253,6 +254,7 @@ bool ObjectStore::publish_point(NodeId node, std::uint32_t set, std::uint32_t bl
   arena_.set_owner(Block{block, layout_.point_groups()[set]}, node);
   refresh_flags(node);
   counters_.points_published[set].fetch_add(1, std::memory_order_relaxed);
+  if (observer_ != nullptr) observer_->published(node, static_cast<std::uint8_t>(set), false);
   return true;
 }
 

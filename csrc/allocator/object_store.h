@@ -60,6 +60,15 @@ struct PointContent {
   bool canonical = false;
 };
 
+// Told of every object that was sealed, by the thread that sealed it: must be quick, and may not call back into the store.
+class PublicationObserver {
+ public:
+  virtual ~PublicationObserver() = default;
+  // The caller has the node pinned, and the point object where `part` names a point set. turn_end: it belongs to the checkpoint of
+  // the end of a prompt or of an answer; may be told again for that alone.
+  virtual void published(NodeId node, std::uint8_t part, bool turn_end) noexcept = 0;
+};
+
 inline constexpr std::uint32_t kEveryInstance = ~std::uint32_t{0};
 
 // Flags of an object word: one of a sealed object, and the reason of one that was broken (0: none), which outlives it.
@@ -92,6 +101,8 @@ class ObjectStore {
   // --- pins ---
   // Pins the node and compares key, version, namespace and depth under the pin; on failure nothing is pinned.
   bool pin_node(const Found& found, const Key128& key, VersionId version, std::uint32_t space, std::uint32_t depth);
+  // Pins a node by number and generation only: for one who was told of both.
+  bool pin_node_by_generation(NodeId node, std::uint32_t gen) { return store_.history(node).pin(gen) == Transition::kDone; }
   // One more pin, by one who holds a pin on it or on a descendant; false only at 65535 pins.
   bool pin_node_again(NodeId node);
   void unpin_node(NodeId node);
@@ -119,6 +130,13 @@ class ObjectStore {
   PublishStatus publish_node(const NodeContent& content, NodeId* node);
   // Publishes one block as point set `set` of a node that the caller has pinned. On true the hold moved and the caller has a pin.
   bool publish_point(NodeId node, std::uint32_t set, std::uint32_t block, const PointContent& content);
+
+  // Before the first publication.
+  void set_observer(PublicationObserver* observer) { observer_ = observer; }
+  // By one who holds a pin on the point object: it belongs to the checkpoint of the end of a turn.
+  void note_turn_end(NodeId node, std::uint32_t set) {
+    if (observer_ != nullptr) observer_->published(node, static_cast<std::uint8_t>(set), true);
+  }
 
   // --- eviction ---
   // Evicts the coldest history leaf / point object of a set. False if there is no victim now. `after_sweep`: if the queues yield
@@ -207,6 +225,7 @@ class ObjectStore {
 
   const CacheLayout& layout_;
   Arena& arena_;
+  PublicationObserver* observer_ = nullptr;
   NamespaceTable& spaces_;
   const bool charges_namespaces_;
   NodeStore store_;

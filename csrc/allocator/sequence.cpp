@@ -279,7 +279,7 @@ void Sequence::confirm_cleared() {
 
 void Sequence::free(bool turn_end) {
   if (!live_) return;
-  if (turn_end && to_clear_.empty()) {
+  if (turn_end && to_clear_.empty() && !pending()) {
     publish(safe_upto());
     if (publishable_) publish_due(true);
   }
@@ -300,6 +300,7 @@ void Sequence::free(bool turn_end) {
   }
   point_blocks_.fill(-1);
   live_blocks_.fill(-1);
+  restore_.reset();  // it runs on, and keeps its own pins and blocks
   HETKV_TEST_POINT("free: blocks returned, pins held");
   lease_.release();
   charge_.release();

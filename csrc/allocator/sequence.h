@@ -24,6 +24,7 @@
 namespace hetkv {
 
 class KvAllocator;
+class Restore;
 
 // The hashed prefix of a conversation, shared between its turns so that no token is hashed twice. Immutable.
 struct HashedPrefix {
@@ -72,6 +73,10 @@ class Sequence {
   VersionId version() const { return version_; }
   std::uint64_t epoch() const { return epoch_; }
   bool live() const { return live_; }
+  // Admitted, but what it resumes from is still being loaded: only free, pending and restore may be called, until
+  // KvAllocator::finish_restore.
+  bool pending() const { return restore_ != nullptr; }
+  const std::shared_ptr<Restore>& restore() const { return restore_; }
   // Whether everything it was admitted with is still good.
   bool ok() const { return lease_.ok(); }
 
@@ -172,6 +177,9 @@ class Sequence {
   std::uint32_t staged_sets(std::uint32_t depth) const;  // tail and snapshot sets that R asks for, as bits
 
   KvAllocator& allocator_;
+  std::shared_ptr<Restore> restore_;                                      // until it is finished
+  std::int64_t prompt_tokens_ = 0, total_tokens_ = 0, chunk_tokens_ = 0;  // as admitted
+  bool live_state_ = false;
   Namespace* space_;
   const NamespaceInstance* instance_;
   const std::uint32_t block_size_;

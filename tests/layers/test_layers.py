@@ -15,7 +15,7 @@ CSRC = ROOT / "csrc"
 # folder -> folders of csrc that it may include from, and patterns of foreign headers that it may use.
 LAYERS: dict[str, tuple[set[str], list[str]]] = {
     "base": (set(), [r"xxhash\.h", r"xxh3\.h", r"immintrin\.h", r"(sys|linux)/.*\.h", r"(unistd|sched|cpuid)\.h"]),
-    "allocator": ({"base"}, [r"xxhash\.h", r"(sys|linux)/.*\.h", r"(unistd|fcntl)\.h"]),
+    "allocator": ({"base"}, [r"xxhash\.h", r"zstd\.h", r"(sys|linux)/.*\.h", r"(unistd|fcntl|dirent)\.h"]),
     "kernels": ({"base"}, [r"immintrin\.h"]),
     "kernels/cuda": ({"base"}, [r"cuda.*\.h", r"cuda/.*", r"mma\.h"]),
     "ops": ({"base", "kernels"}, [r"torch/csrc/stable/(library|tensor|ops|accelerator)\.h", r"torch/headeronly/.*\.h",
