@@ -77,16 +77,28 @@ inline std::vector<std::int32_t> random_tokens(std::mt19937_64& random, std::siz
 class ShadowEngine {
  public:
   explicit ShadowEngine(CacheLayout layout, std::uint64_t arena_bytes, AllocatorConfig config = {})
-      : memory_(arena_bytes / 8, 0), allocator_(std::move(layout), with_bytes(config, arena_bytes)),
-        space_(allocator_.space({})) {}
+      : memory_(arena_bytes / 8, 0), host_memory_(config.lower.host ? config.lower.host->arena.bytes / 8 : 0, 0),
+        allocator_(std::move(layout), with_memory(config, arena_bytes)), space_(allocator_.space({})) {}
 
   KvAllocator& allocator() { return allocator_; }
   Namespace* space() { return space_; }
 
   AdmitResult admit(std::span<const std::int32_t> tokens, const AdmitOptions& options = {}, Namespace* space = nullptr) {
     AdmitResult result = allocator_.admit(tokens, space != nullptr ? space : space_, options);
+    finish(result);
     if (result.sequence) check_resume(*result.sequence, tokens);
     return result;
+  }
+  // Waits for the restore of a pending admission and ends it.
+  void finish(AdmitResult& result) {
+    if (!result.sequence || !result.sequence->pending()) return;
+    result.sequence->restore()->wait();
+    result.refusal = allocator_.finish_restore(*result.sequence);
+    if (result.refusal) {
+      result.sequence.reset();
+    } else {
+      result.report = result.sequence->report();
+    }
   }
 
   // Computes the rows up to `upto` in block-aligned chunks, stages and commits checkpoints, publishes. False: no room for a step.
@@ -159,8 +171,10 @@ class ShadowEngine {
   }
 
  private:
-  static AllocatorConfig with_bytes(AllocatorConfig config, std::uint64_t bytes) {
+  AllocatorConfig with_memory(AllocatorConfig config, std::uint64_t bytes) {
     config.arena.bytes = bytes;
+    config.arena.base_address = reinterpret_cast<std::uintptr_t>(memory_.data());
+    if (config.lower.host) config.lower.host->arena.base_address = reinterpret_cast<std::uintptr_t>(host_memory_.data());
     if (config.hash_seed == 0) config.hash_seed = 12345;
     return config;
   }
@@ -170,8 +184,11 @@ class ShadowEngine {
     }
     s.confirm_cleared();
   }
-  static std::uint64_t salt_of(const Sequence& s, VersionId version) {
-    return reinterpret_cast<std::uintptr_t>(&s.space()) * 0x9E3779B97F4A7C15ULL + version;
+  // The same in every process, so that a restart can be checked.
+  std::uint64_t salt_of(const Sequence& s, VersionId version) {
+    FingerprintBuilder builder("shadow");
+    builder.add("space", s.space().framed).add("model", allocator_.versions().at(version).model.hex());
+    return builder.finish().low;
   }
   static std::uint64_t print(const Group& group, std::span<const std::int32_t> tokens, std::int64_t upto, std::uint64_t salt) {
     std::uint64_t h = 0xCBF29CE484222325ULL + std::uint64_t{group.id} * 1000003 + salt;
@@ -214,7 +231,7 @@ class ShadowEngine {
     *at(staged.offset, point_section(group)) = print(group, tokens, p, salt);
   }
 
-  std::vector<std::uint64_t> memory_;
+  std::vector<std::uint64_t> memory_, host_memory_;
   KvAllocator allocator_;
   Namespace* space_;
 };
