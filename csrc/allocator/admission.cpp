@@ -380,6 +380,8 @@ AdmitResult KvAllocator::admit(std::span<const std::int32_t> tokens, Namespace* 
   if (restored > 0) {
     BlockCounts need = need_between(restored * b, total, chunk, options.live_state);
     for (const RestoreWish& wish : base.wishes) add_blocks(wish, need);
+    const BlockCounts spare = endpoint_blocks(restored);
+    for (std::size_t pool = 0; pool < layout_.pools().size(); ++pool) need[pool] += spare[pool];
     if (!reserve(need, s.ticket_, space, s.charge_)) {
       s.held_bytes_ = static_cast<std::int64_t>(bytes_of(need));
       with_lower.num_restored_tokens = (restored - depth) * b;
@@ -431,6 +433,14 @@ void KvAllocator::add_blocks(const RestoreWish& wish, BlockCounts& counts) const
   for (const GroupId id : layout_.history_groups()) counts[id] += layout_.history_block_at(id, wish.depth) ? 1U : 0U;
 }
 
+// Blocks of the points of one endpoint at or below `depth`, whichever it turns out to be.
+BlockCounts KvAllocator::endpoint_blocks(std::uint32_t depth) const {
+  BlockCounts counts{};
+  for (const GroupId id : layout_.point_groups())
+    counts[id] = layout_.group(id).spec.retention == Retention::kWindow ? layout_.window_nodes(id, depth) : 1;
+  return counts;
+}
+
 void KvAllocator::begin_restore(Sequence& s, std::uint32_t depth, RestoreBase&& base) {
   RestoreRequest request{std::move(base.lease)};
   request.keys.assign(s.keys_.begin(), s.keys_.begin() + depth);
@@ -440,16 +450,21 @@ void KvAllocator::begin_restore(Sequence& s, std::uint32_t depth, RestoreBase&& 
   request.space = s.instance_->id;
   request.charged = s.space_;
   request.chain = std::move(base.chain.nodes);
+  auto take = [&](const BlockCounts& counts, std::vector<Block>& blocks) {
+    for (const Group& group : layout_.groups()) {
+      for (std::uint32_t i = 0; i < counts[group.id]; ++i) {
+        const Block block = s.charge_.take(group.id);
+        arena_.set_owner(block, 0);
+        blocks.push_back(block);
+        s.held_bytes_ -= static_cast<std::int64_t>(group.block_bytes);
+      }
+    }
+  };
+  take(endpoint_blocks(depth), request.spare);
   for (RestoreWish& wish : base.wishes) {
     BlockCounts counts{};
     add_blocks(wish, counts);
-    for (const Group& group : layout_.groups()) {
-      if (counts[group.id] == 0) continue;
-      const Block block = s.charge_.take(group.id);
-      arena_.set_owner(block, 0);
-      wish.blocks.push_back(block);
-      s.held_bytes_ -= static_cast<std::int64_t>(group.block_bytes);
-    }
+    take(counts, wish.blocks);
   }
   request.wishes = std::move(base.wishes);
   s.restore_ = lower_->start(std::move(request));

@@ -198,6 +198,7 @@ class KvAllocator {
   std::uint32_t scan_endpoints(std::span<const Key128> keys, VersionId version, std::uint32_t space, std::uint32_t depth,
                                bool lower, HitReport& report) const;
   void add_blocks(const RestoreWish& wish, BlockCounts& counts) const;
+  BlockCounts endpoint_blocks(std::uint32_t depth) const;
   // A prefix whose resident part is pinned, for a restore on top of it.
   struct RestoreBase {
     explicit RestoreBase(ObjectStore& store) : lease(store) {}

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <array>
+#include <unordered_map>
 
+#include "allocator/recoverability.h"
 #include "base/check.h"
 #include "base/test_point.h"
 
@@ -20,12 +22,14 @@ Restore::Restore(Restorer& restorer, RestoreRequest&& request)
 Restore::~Restore() {
   // An aborted admission left its blocks here.
   std::uint64_t bytes = 0;
-  for (const RestoreWish& wish : request_.wishes) {
-    for (const Block block : wish.blocks) {
+  auto drop = [&](const std::vector<Block>& blocks) {
+    for (const Block block : blocks) {
       bytes += restorer_.layout_.pools()[block.pool].block_bytes;
       restorer_.device_.arena().drop(block);
     }
-  }
+  };
+  for (const RestoreWish& wish : request_.wishes) drop(wish.blocks);
+  drop(request_.spare);
   request_.charged->used_bytes.fetch_sub(static_cast<std::int64_t>(bytes), std::memory_order_relaxed);
 }
 
@@ -47,13 +51,15 @@ void Restore::when_done(std::function<void()> callback) {
 
 std::uint64_t Restore::return_blocks(Charge& charge) {
   std::uint64_t bytes = 0;
-  for (RestoreWish& wish : request_.wishes) {
-    for (const Block block : wish.blocks) {
+  auto put_back = [&](std::vector<Block>& blocks) {
+    for (const Block block : blocks) {
       bytes += restorer_.layout_.pools()[block.pool].block_bytes;
       charge.put_back(block);
     }
-    wish.blocks.clear();
-  }
+    blocks.clear();
+  };
+  for (RestoreWish& wish : request_.wishes) put_back(wish.blocks);
+  put_back(request_.spare);
   return bytes;
 }
 
@@ -93,29 +99,34 @@ void Restore::load(std::size_t index) {
     outcomes_[index] = LoadOutcome::kLoaded;
     return;
   }
+  outcomes_[index] = load_object(wish.depth, wish.part, *restorer_.tiers_[wish.tier], wish.blocks, &facts_[index]);
+  if (outcomes_[index] == LoadOutcome::kLoaded || wish.part != kHistorySet) return;
+  std::uint32_t depth = failed_depth_.load(std::memory_order_relaxed);
+  while (wish.depth < depth && !failed_depth_.compare_exchange_weak(depth, wish.depth, std::memory_order_relaxed)) {
+  }
+}
+
+LoadOutcome Restore::load_object(std::uint32_t depth, std::uint8_t part, LowerTier& tier, std::span<const Block> blocks,
+                                 ObjectFacts* facts) {
   std::array<GroupBytes, kMaxGroups> targets;
   std::uint64_t bytes = 0;
-  for (std::size_t i = 0; i < wish.blocks.size(); ++i) {
-    const std::uint64_t size = restorer_.layout_.pools()[wish.blocks[i].pool].block_bytes;
-    targets[i] = {wish.blocks[i].pool, restorer_.device_.address(wish.blocks[i]), size};
+  for (std::size_t i = 0; i < blocks.size(); ++i) {
+    const std::uint64_t size = restorer_.layout_.pools()[blocks[i].pool].block_bytes;
+    targets[i] = {blocks[i].pool, restorer_.device_.address(blocks[i]), size};
     bytes += size;
   }
-  const ObjectName name{request_.keys[wish.depth - 1], request_.version, request_.space, wish.depth, wish.part};
+  const ObjectName name{request_.keys[depth - 1], request_.version, request_.space, depth, part};
   const std::size_t block = restorer_.layout_.block_size();
-  const auto tokens = std::span<const std::int32_t>(request_.tokens).subspan((wish.depth - 1) * block, block);
+  const auto tokens = std::span<const std::int32_t>(request_.tokens).subspan((depth - 1) * block, block);
   HETKV_TEST_POINT("restore: loading");
-  outcomes_[index] =
-      restorer_.tiers_[wish.tier]->load(name, tokens, std::span(targets.data(), wish.blocks.size()), &facts_[index]);
-  restorer_.counters_.outcomes[static_cast<std::size_t>(outcomes_[index])].fetch_add(1, std::memory_order_relaxed);
-  if (outcomes_[index] == LoadOutcome::kLoaded) {
+  const LoadOutcome outcome = tier.load(name, tokens, std::span(targets.data(), blocks.size()), facts);
+  restorer_.counters_.outcomes[static_cast<std::size_t>(outcome)].fetch_add(1, std::memory_order_relaxed);
+  if (outcome == LoadOutcome::kLoaded) {
     loaded_bytes_.fetch_add(bytes, std::memory_order_relaxed);
     restorer_.counters_.objects.fetch_add(1, std::memory_order_relaxed);
     restorer_.counters_.bytes.fetch_add(bytes, std::memory_order_relaxed);
-  } else if (wish.part == kHistorySet) {
-    std::uint32_t depth = failed_depth_.load(std::memory_order_relaxed);
-    while (wish.depth < depth && !failed_depth_.compare_exchange_weak(depth, wish.depth, std::memory_order_relaxed)) {
-    }
   }
+  return outcome;
 }
 
 // --- publication ---
@@ -137,9 +148,10 @@ void Restore::commit() {
     if (history) {
       gap = !commit_history(wish);
     } else if (wish.depth <= request_.chain.size()) {
-      commit_point(wish);
+      commit_point(wish.depth, wish.part, wish.blocks, skipped_[i] != 0 ? nullptr : &facts_[i]);
     }
   }
+  if (!failures_.empty()) fall_back();
   finish();
 }
 
@@ -191,24 +203,80 @@ bool Restore::commit_history(const RestoreWish& wish) {
   return true;
 }
 
-void Restore::commit_point(RestoreWish& wish) {
+// Without facts: it was resident when its turn came.
+void Restore::commit_point(std::uint32_t depth, std::uint8_t part, std::vector<Block>& blocks, const ObjectFacts* facts) {
   ObjectStore& store = restorer_.device_.store();
-  const std::size_t index = static_cast<std::size_t>(&wish - request_.wishes.data());
-  const NodeId node = request_.chain[wish.depth - 1];
-  if (skipped_[index] == 0) {
-    const Block block = wish.blocks[0];
+  const NodeId node = request_.chain[depth - 1];
+  if (facts != nullptr) {
+    const Block block = blocks[0];
     if (restorer_.device_.arena().must_clear(block)) restorer_.device_.arena().confirm_cleared(block);
     PointContent content;
-    content.gap_tokens = facts_[index].gap_tokens;
-    content.canonical = facts_[index].canonical;
-    if (store.publish_point(node, wish.part, block.offset, content)) {
-      wish.blocks.clear();
+    content.gap_tokens = facts->gap_tokens;
+    content.canonical = facts->canonical;
+    if (store.publish_point(node, part, block.offset, content)) {
+      blocks.clear();
       published_bytes_ += restorer_.layout_.pools()[block.pool].block_bytes;
-      request_.base.add_point({node, wish.part, wish.depth});
+      request_.base.add_point({node, part, depth});
       return;
     }
   }
-  if (store.pin_point(node, wish.part)) request_.base.add_point({node, wish.part, wish.depth});
+  if (store.pin_point(node, part)) request_.base.add_point({node, part, depth});
+}
+
+// The endpoint that was aimed at cannot be had. The largest one that can, on the chain as far as it came.
+void Restore::fall_back() {
+  const CacheLayout& layout = restorer_.layout_;
+  const auto sets = static_cast<std::uint32_t>(layout.point_groups().size());
+  std::unordered_map<std::uint32_t, std::uint8_t> lost;  // depth -> sets that could not be loaded
+  for (const RestoreFailure& failure : failures_) {
+    if (failure.part != kHistorySet) lost[failure.depth] |= static_cast<std::uint8_t>(1U << failure.part);
+  }
+  auto resident = [&](std::uint32_t d) {
+    return restorer_.device_.store().lookup(request_.keys[d - 1], request_.version, request_.space).flags;
+  };
+  auto there = [&](std::uint32_t d) -> std::uint8_t {
+    std::uint32_t parts = 0;
+    for (const LowerTier* tier : restorer_.tiers_) parts |= tier->parts(request_.keys[d - 1], request_.version, request_.space);
+    const auto at = lost.find(d);
+    return static_cast<std::uint8_t>(resident(d) | (parts & ~(at == lost.end() ? 0U : at->second)));
+  };
+  const EndpointScan scan(layout);
+  for (;;) {
+    const std::uint32_t end = scan.largest(static_cast<std::uint32_t>(request_.chain.size()), sets, there);
+    if (end == 0) return;
+    bool complete = true;
+    for (std::uint32_t set = 0; set < sets; ++set) {
+      const GroupId group = layout.point_groups()[set];
+      std::uint32_t span = layout.point_needed(group, end) ? 1 : 0;
+      if (layout.group(group).spec.retention == Retention::kWindow) span = layout.window_nodes(group, end);
+      for (std::uint32_t d = end; d > end - span && complete; --d) {
+        if ((resident(d) >> set & 1) != 0) {
+          std::vector<Block> none;
+          commit_point(d, static_cast<std::uint8_t>(set), none, nullptr);
+        } else if (!load_point(d, static_cast<std::uint8_t>(set))) {
+          lost[d] |= static_cast<std::uint8_t>(1U << set);
+          complete = false;
+        }
+      }
+    }
+    if (complete) return;
+  }
+}
+
+bool Restore::load_point(std::uint32_t depth, std::uint8_t part) {
+  const GroupId group = restorer_.layout_.point_groups()[part];
+  const auto spare = std::find_if(request_.spare.begin(), request_.spare.end(), [&](Block block) { return block.pool == group; });
+  if (spare == request_.spare.end()) return false;
+  for (LowerTier* tier : restorer_.tiers_) {
+    ObjectFacts facts;
+    if (load_object(depth, part, *tier, std::span(&*spare, 1), &facts) != LoadOutcome::kLoaded) continue;
+    std::vector<Block> block{*spare};
+    request_.spare.erase(spare);
+    commit_point(depth, part, block, &facts);
+    request_.spare.insert(request_.spare.end(), block.begin(), block.end());
+    return true;
+  }
+  return false;
 }
 
 void Restore::finish() {

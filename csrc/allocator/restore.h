@@ -2,7 +2,8 @@
 //
 // Owns the target blocks until they are published or given back, a lease on what it builds upon, and the lease on what it has
 // published: nothing of it can be evicted before the admission has looked. Loads run on the I/O pool, parents first; when all have
-// ended, the good ones are published in depth order, up to the first gap. A restore whose admission was aborted runs on.
+// ended, the good ones are published in depth order, up to the first gap; after a failure the points of the largest endpoint above it
+// are loaded instead. A restore whose admission was aborted runs on.
 // Restores that want the same object do not load it twice: the later one waits for the earlier.
 #pragma once
 
@@ -51,6 +52,7 @@ struct RestoreRequest {
   Lease base;                       // pins the deepest resident node, at depth chain.size()
   std::vector<NodeId> chain;        // resident nodes by depth
   std::vector<RestoreWish> wishes;  // history by depth, then points
+  std::vector<Block> spare;         // one endpoint's points: for another endpoint, if loading this one fails
 };
 
 class Restore : public std::enable_shared_from_this<Restore> {
@@ -81,9 +83,13 @@ class Restore : public std::enable_shared_from_this<Restore> {
   void load_next();
   bool resident(const RestoreWish& wish) const;
   void load(std::size_t index);
+  LoadOutcome load_object(std::uint32_t depth, std::uint8_t part, LowerTier& tier, std::span<const Block> blocks,
+                          ObjectFacts* facts);
   void commit();
   bool commit_history(const RestoreWish& wish);
-  void commit_point(RestoreWish& wish);
+  void commit_point(std::uint32_t depth, std::uint8_t part, std::vector<Block>& blocks, const ObjectFacts* facts);
+  void fall_back();
+  bool load_point(std::uint32_t depth, std::uint8_t part);
   void finish();
 
   Restorer& restorer_;

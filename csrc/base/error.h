@@ -68,6 +68,12 @@ class PositionError : public std::invalid_argument {
   std::int64_t claimed, actual;
 };
 
+// A sequence was used while what it resumes from is still being loaded.
+class PendingError : public std::runtime_error {
+ public:
+  PendingError() : std::runtime_error("the sequence waits for a restore: wait for it, await it, or poll `ready`") {}
+};
+
 // Blocks that changed hands between kinds were published or used before their clearing was confirmed.
 class NotClearedError : public std::runtime_error {
  public:

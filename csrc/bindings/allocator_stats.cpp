@@ -44,6 +44,59 @@ py::dict pools(KvAllocator& allocator) {
   return result;
 }
 
+py::dict spills(const Spiller::Counters& c) {
+  return py::dict("stored"_a = load(c.stored), "stored_bytes"_a = load(c.stored_bytes), "already_there"_a = load(c.already_there),
+                  "no_room"_a = load(c.no_room), "failed"_a = load(c.failed), "gone"_a = load(c.gone),
+                  "missed"_a = load(c.missed));
+}
+
+py::dict outcomes(const std::array<std::uint64_t, kNumDiskOutcomes>& counts) {
+  py::dict result;
+  for (std::size_t i = 0; i < kNumDiskOutcomes; ++i) result[text(disk_outcome_name(static_cast<DiskOutcome>(i)))] = counts[i];
+  return result;
+}
+
+// What lies below the device, by tier; empty without lower tiers.
+py::dict tiers(KvAllocator& allocator) {
+  py::dict result;
+  LowerTiers* lower = allocator.lower();
+  if (lower == nullptr) return result;
+  for (std::size_t i = 0; i < lower->tiers().size(); ++i)
+    result[text(lower->tiers()[i]->name())] = py::dict("spills"_a = spills(lower->spiller(i)->counters()));
+  if (HostTier* host = lower->host()) {
+    py::dict used;
+    Arena& arena = host->memory().arena();
+    for (const Group& group : allocator.layout().groups())
+      used[text(kind_name(group.spec.kind))] = arena.kind_bytes(group.spec.kind);
+    py::dict mine = result["host"];
+    mine["used_bytes"] = used;
+    mine["arena_bytes"] = arena.bytes();
+    mine["live_nodes"] = host->memory().store().live_nodes();
+    mine["evictions"] = evictions(allocator.layout(), host->memory().store().counters());
+  }
+  if (BundleDirectory* directory = lower->directory()) {
+    const BundleDirectory::Stats stats = directory->stats();
+    py::dict mine = result["disk"];
+    mine["used_bytes"] = directory->used_bytes();
+    mine["bundles"] = directory->bundles();
+    mine["written_bytes"] = stats.written_bytes;
+    mine["read_bytes"] = stats.read_bytes;
+    mine["evicted"] = stats.evicted;
+    mine["evicted_bytes"] = stats.evicted_bytes;
+    mine["writes"] = outcomes(stats.writes);
+    mine["reads"] = outcomes(stats.reads);
+  }
+  return result;
+}
+
+py::dict restores(KvAllocator& allocator) {
+  LowerTiers* lower = allocator.lower();
+  if (lower == nullptr) return {};
+  const Restorer::Counters& c = lower->restorer().counters();
+  return py::dict("restores"_a = load(c.restores), "objects"_a = load(c.objects), "bytes"_a = load(c.bytes),
+                  "shared"_a = load(c.shared));
+}
+
 }  // namespace
 
 py::dict allocator_stats(KvAllocator& allocator) {
@@ -93,6 +146,8 @@ py::dict allocator_stats(KvAllocator& allocator) {
   stats["free_slabs"] = arena.free_slabs();
   stats["slabs_reclaimed"] = allocator.slabs_reclaimed();
   stats["stranded_bytes"] = arena.stranded_bytes();
+  stats["tiers"] = tiers(allocator);
+  stats["restores"] = restores(allocator);
   return stats;
 }
 

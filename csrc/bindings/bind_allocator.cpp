@@ -64,19 +64,77 @@ GroupId group_id(const KvAllocator& allocator, std::int64_t group) {
   return static_cast<GroupId>(group);
 }
 
+void set_limits(ArenaConfig& arena, const std::map<std::string, std::uint32_t>& floors,
+                const std::map<std::string, std::uint64_t>& caps) {
+  for (const auto& [kind, slabs] : floors) arena.limits[static_cast<std::size_t>(kind_from_name(kind))].floor_slabs = slabs;
+  for (const auto& [kind, cap] : caps) arena.limits[static_cast<std::size_t>(kind_from_name(kind))].cap_bytes = cap;
+}
+
+HostTierConfig host_config(const py::dict& d) {
+  HostTierConfig config;
+  config.arena.bytes = d["bytes"].cast<std::uint64_t>();
+  config.arena.base_address = d["base_address"].cast<std::uint64_t>();
+  config.arena.slab_bytes = d["slab_bytes"].cast<std::uint64_t>();
+  config.max_nodes = d["max_nodes"].cast<std::uint32_t>();
+  set_limits(config.arena, d["floors"].cast<std::map<std::string, std::uint32_t>>(),
+             d["caps"].cast<std::map<std::string, std::uint64_t>>());
+  config.spill = SpillPolicy::parse(d["write"].cast<std::string>(), d["retention"].cast<std::string>());
+  return config;
+}
+
+DiskTierConfig disk_config(const py::dict& d) {
+  DiskTierConfig config;
+  config.directory.path = d["path"].cast<std::string>();
+  config.directory.capacity_bytes = d["capacity"].cast<std::uint64_t>();
+  config.directory.direct = d["direct"].cast<bool>();
+  const auto sync = d["fsync"].cast<std::string>();
+  if (sync == "none") {
+    config.directory.sync = DiskConfig::Sync::kNone;
+  } else if (sync == "data") {
+    config.directory.sync = DiskConfig::Sync::kData;
+  } else if (sync == "full") {
+    config.directory.sync = DiskConfig::Sync::kDataAndDirectory;
+  } else {
+    throw ArgumentError("fsync", "'" + sync + "'", "'none', 'data' or 'full'");
+  }
+  const auto compression = d["compression"].cast<std::optional<std::string>>();
+  if (compression && *compression != "zstd") throw ArgumentError("compression", "'" + *compression + "'", "None or 'zstd'");
+  config.directory.codec = compression ? Codec::kZstd : Codec::kNone;
+  config.spill = SpillPolicy::parse(d["write"].cast<std::string>(), d["retention"].cast<std::string>());
+  config.load_threads = d["load_threads"].cast<std::size_t>();
+  config.store_threads = d["store_threads"].cast<std::size_t>();
+  return config;
+}
+
+// Ends the allocator, whose threads may still call into Python, and only then lets go of the memory that they use.
+AllocatorPtr hold(std::unique_ptr<KvAllocator> allocator, const py::object& memory) {
+  const auto end = [memory = new py::object(memory)](KvAllocator* it) {
+    if (PyGILState_Check() != 0) {
+      const py::gil_scoped_release release;
+      delete it;
+    } else {
+      delete it;
+    }
+    const py::gil_scoped_acquire gil;
+    delete memory;
+  };
+  return AllocatorPtr(allocator.release(), end);
+}
+
 AllocatorPtr make_allocator(const CacheLayout& layout, std::uint64_t bytes, std::uint64_t base_address, std::uint64_t slab_bytes,
                             const std::map<std::string, std::uint32_t>& floors, const std::map<std::string, std::uint64_t>& caps,
                             const std::string& retention, bool verify_all_tokens, const std::string& model_version,
                             const std::map<std::string, std::uint64_t>& abi, std::uint64_t hash_seed, bool lock_free,
-                            std::uint32_t max_nodes, std::uint64_t pin_prefix_cap_bytes) {
+                            std::uint32_t max_nodes, std::uint64_t pin_prefix_cap_bytes, const std::optional<py::dict>& host,
+                            const std::optional<py::dict>& disk, const py::object& memory) {
   AllocatorConfig config;
+  if (host) config.lower.host = host_config(*host);
+  if (disk) config.lower.disk = disk_config(*disk);
   config.arena.bytes = bytes;
   config.arena.base_address = base_address;
   config.arena.slab_bytes = slab_bytes;
   config.arena.lock_free = lock_free;
-  for (const auto& [kind, slabs] : floors)
-    config.arena.limits[static_cast<std::size_t>(kind_from_name(kind))].floor_slabs = slabs;
-  for (const auto& [kind, cap] : caps) config.arena.limits[static_cast<std::size_t>(kind_from_name(kind))].cap_bytes = cap;
+  set_limits(config.arena, floors, caps);
   config.retention = RetentionPolicy::parse(retention);
   config.verify_all_tokens = verify_all_tokens;
   config.model_version = model_version;
@@ -84,7 +142,12 @@ AllocatorPtr make_allocator(const CacheLayout& layout, std::uint64_t bytes, std:
   config.hash_seed = hash_seed;
   config.max_nodes = max_nodes;
   config.pin_prefix_cap_bytes = pin_prefix_cap_bytes;
-  return std::make_shared<KvAllocator>(layout, config);
+  std::unique_ptr<KvAllocator> allocator;
+  {
+    const py::gil_scoped_release release;
+    allocator = std::make_unique<KvAllocator>(layout, config);
+  }
+  return hold(std::move(allocator), memory);
 }
 
 NamespaceHandle make_namespace(const AllocatorPtr& self, std::vector<std::pair<std::string, std::string>> fields) {
@@ -105,10 +168,10 @@ py::tuple probe(KvAllocator& self, const TokenArray& tokens, const NamespaceHand
 
 std::unique_ptr<SequenceHandle> admit(const AllocatorPtr& self, const TokenArray& tokens, const NamespaceHandle& space,
                                       std::int64_t max_new_tokens, std::int64_t chunk_tokens, bool live_state,
-                                      std::shared_ptr<HashedPrefix> previous) {
+                                      std::shared_ptr<HashedPrefix> previous, bool restore) {
   const auto ids = token_span(tokens, "tokens");
   Namespace* where = space_of(*self, space);
-  const AdmitOptions options{max_new_tokens, chunk_tokens, live_state, std::move(previous)};
+  const AdmitOptions options{max_new_tokens, chunk_tokens, live_state, std::move(previous), restore};
   const py::gil_scoped_release release;
   AdmitResult result = self->admit(ids, where, options);
   throw_if_refused(result.refusal, self->layout(), "admit");
@@ -209,11 +272,13 @@ void bind_allocator(py::module_& m) {
       "Names of the reasons for lost tokens, in order.");
 
   py::class_<KvAllocator, AllocatorPtr>(m, "Allocator", "The facade of the core. Thread-safe. Tokens: contiguous int32 arrays.")
-      .def(py::init(&make_allocator), "layout"_a, "bytes"_a, py::kw_only(), "base_address"_a = 0, "slab_bytes"_a = 0,
-           "floors"_a = std::map<std::string, std::uint32_t>{}, "caps"_a = std::map<std::string, std::uint64_t>{},
-           "retention"_a = "adaptive", "verify_all_tokens"_a = true, "model_version"_a = "0",
-           "abi"_a = std::map<std::string, std::uint64_t>{}, "hash_seed"_a = 0, "lock_free"_a = true, "max_nodes"_a = 0,
-           "pin_prefix_cap_bytes"_a = 0, NoGil())
+      .def(
+          py::init(&make_allocator), "layout"_a, "bytes"_a, py::kw_only(), "base_address"_a = 0, "slab_bytes"_a = 0,
+          "floors"_a = std::map<std::string, std::uint32_t>{}, "caps"_a = std::map<std::string, std::uint64_t>{},
+          "retention"_a = "adaptive", "verify_all_tokens"_a = true, "model_version"_a = "0",
+          "abi"_a = std::map<std::string, std::uint64_t>{}, "hash_seed"_a = 0, "lock_free"_a = true, "max_nodes"_a = 0,
+          "pin_prefix_cap_bytes"_a = 0, "host"_a = py::none(), "disk"_a = py::none(), "memory"_a = py::none(),
+          "host, disk: the tiers below, as dicts (python/hetkv/tiers.py); memory: kept until the allocator's threads have ended.")
       .def("layout", &KvAllocator::layout, py::return_value_policy::reference_internal)
       .def("retention", [](const KvAllocator& a) { return a.retention().to_string(); })
       .def("namespace_", &make_namespace, "fields"_a, "fields: [(tag, value)].")
@@ -231,7 +296,9 @@ void bind_allocator(py::module_& m) {
           "clear", [](KvAllocator& a, const NamespaceHandle& n) { return a.clear(space_of(a, n)); }, "namespace"_a, NoGil())
       .def("probe", &probe, "tokens"_a.noconvert(), "namespace"_a, "previous"_a = py::none())
       .def("admit", &admit, "tokens"_a.noconvert(), "namespace"_a, "max_new_tokens"_a = 0, "chunk_tokens"_a = 0,
-           "live_state"_a = false, "previous"_a = py::none())
+           "live_state"_a = false, "previous"_a = py::none(), "restore"_a = true,
+           "The sequence may wait for a restore: see Sequence.ready.")
+      .def("flush", &KvAllocator::flush, NoGil(), "Waits until what was published is copied to the tiers below.")
       .def("pin_prefix", &pin_prefix, "tokens"_a.noconvert(), "namespace"_a)
       .def("prepare_step", &prepare_step, "sequences"_a, "num_tokens"_a, "arrays"_a, "padded_sequences"_a = py::none(),
            "padded_tokens"_a = py::none(), NoGil())

@@ -36,6 +36,8 @@ void translate(std::exception_ptr pending) {
     set_error("StaleVersionError", e.have, e.running);
   } catch (const PositionError& e) {
     set_error("PositionError", e.group, e.claimed, e.actual);
+  } catch (const PendingError&) {
+    set_error("PendingError");
   } catch (const NotClearedError& e) {
     set_error("NotClearedError", e.ranges);
   }

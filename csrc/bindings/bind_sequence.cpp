@@ -181,16 +181,56 @@ py::tuple report_tuple(const HitReport& report, const CacheLayout& layout, bool 
     items[i] = py::make_tuple(std::string(loss_reason_name(loss.reason)), group, loss.tokens);
   }
   return py::make_tuple(report.num_prompt_tokens, report.num_hash_hit_tokens, report.num_history_tokens,
-                        report.num_recoverable_tokens, items, forecast ? py::object(py::none()) : py::bool_(report.canonical));
+                        report.num_recoverable_tokens, items, forecast ? py::object(py::none()) : py::bool_(report.canonical),
+                        report.num_restored_tokens, report.restore_bytes);
 }
 
 void bind_sequence(py::module_& m) {
   bind_steps(m);
   py::class_<SequenceHandle>(m, "Sequence", "A running request. One thread at a time; made by Allocator.admit.")
       .def(
-          "report", [](const SequenceHandle& s) { return report_tuple(s.report(), s.allocator()->layout(), false); },
-          "(prompt, hash hit, history, recoverable, losses, canonical), also after free().")
-      .def("report_text", [](const SequenceHandle& s) { return s.report().to_string(s.allocator()->layout()); })
+          "report", [](SequenceHandle& s) { return report_tuple(s.report(), s.allocator()->layout(), false); },
+          "(prompt, hash hit, history, recoverable, losses, canonical, restored tokens, bytes), also after free().")
+      .def_property_readonly(
+          "ready",
+          [](SequenceHandle& s) {
+            const auto restore = s.restore();
+            return restore == nullptr || restore->done();
+          },
+          "Whether nothing is being loaded for it any more.")
+      .def(
+          "wait",
+          [](SequenceHandle& s) {
+            // Not inside a Use: another thread may free the sequence while this one waits.
+            if (const auto restore = s.restore()) restore->wait();
+            Use use(s);
+          },
+          NoGil(), "Until it is ready. AdmissionError if there is no room for what could not be restored.")
+      .def(
+          "when_ready",
+          [](SequenceHandle& s, py::function callback) {
+            const auto restore = s.restore();
+            if (restore == nullptr) {
+              callback();
+              return;
+            }
+            // Copied and destroyed on other threads, so its count is only touched with the GIL.
+            const std::shared_ptr<py::function> kept(new py::function(std::move(callback)), [](py::function* f) {
+              const py::gil_scoped_acquire gil;
+              delete f;
+            });
+            const py::gil_scoped_release release;
+            restore->when_done([kept] {
+              const py::gil_scoped_acquire gil;
+              try {
+                (*kept)();
+              } catch (py::error_already_set& error) {
+                error.discard_as_unraisable("a callback of hetkv.Sequence");
+              }
+            });
+          },
+          "callback"_a, "Called without arguments, at once or on the thread that ends the restore.")
+      .def("report_text", [](SequenceHandle& s) { return s.report().to_string(s.allocator()->layout()); })
       .def_property_readonly("num_computed_tokens", &SequenceHandle::num_computed_tokens)
       .def_property_readonly("num_tokens", guarded(&Sequence::num_tokens))
       .def_property_readonly("scheduled", guarded(&Sequence::scheduled))

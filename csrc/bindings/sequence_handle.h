@@ -11,7 +11,9 @@
 #include <utility>
 
 #include "allocator/kv_allocator.h"
+#include "allocator/restore.h"
 #include "base/error.h"
+#include "bindings/refuse.h"
 
 namespace hetkv {
 
@@ -42,20 +44,46 @@ class SequenceHandle {
       if (handle.busy_.exchange(true, std::memory_order_acquire))
         throw std::runtime_error("sequence used from two threads at once");
       handle_ = &handle;
-      if (must_live && !handle.sequence_->live()) {
+      if (!must_live) return;
+      try {
+        handle.finish_restore();
+        if (!handle.sequence_->live()) throw ArgumentError("sequence", "freed", "a sequence that was not freed");
+      } catch (...) {
         handle.busy_.store(false, std::memory_order_release);
-        throw ArgumentError("sequence", "freed", "a sequence that was not freed");
+        throw;
       }
     }
     SequenceHandle* handle_ = nullptr;
   };
 
   const std::shared_ptr<KvAllocator>& allocator() const { return allocator_; }
-  // What admission decided; constant, so readable at any time, also after free().
-  const HitReport& report() const { return sequence_->report(); }
-  std::int64_t num_computed_tokens() const { return sequence_->num_computed_tokens(); }
+  // What admission decided; constant once it is no longer pending, so readable at any time, also after free().
+  const HitReport& report() {
+    settle();
+    return sequence_->report();
+  }
+  std::int64_t num_computed_tokens() {
+    settle();
+    return sequence_->num_computed_tokens();
+  }
+  // The restore that it still waits for, or null. Thread-safe.
+  std::shared_ptr<Restore> restore() {
+    const Use use = Use::even_if_freed(*this);
+    return use->restore();
+  }
 
  private:
+  void settle() {
+    const Use use = Use::even_if_freed(*this);
+    if (use->live()) finish_restore();
+  }
+  // Inside a Use. PendingError while the restore runs; AdmissionError if there is no room for what could not be restored.
+  void finish_restore() {
+    if (!sequence_->pending()) return;
+    if (!sequence_->restore()->done()) throw PendingError();
+    throw_if_refused(allocator_->finish_restore(*sequence_), allocator_->layout(), "admit");
+  }
+
   std::shared_ptr<KvAllocator> allocator_;  // first: ends last
   std::unique_ptr<Sequence> sequence_;
   std::atomic<bool> busy_{false};

@@ -23,6 +23,7 @@ from .errors import (
     HetkvError,
     LayoutError,
     NotClearedError,
+    PendingError,
     PositionError,
     RouteError,
     StaleVersionError,
@@ -31,6 +32,7 @@ from .layout import layout_from_config
 from .report import HitReport, Loss, LossReason
 from .sequence import PublishResult, Sequence
 from .step_buffers import StepBuffers
+from .tiers import DiskTier, HostTier
 
 CacheLayout.from_config = staticmethod(layout_from_config)  # type: ignore[method-assign]
 
@@ -42,17 +44,20 @@ __all__ = [
     "Cache",
     "CacheLayout",
     "DType",
+    "DiskTier",
     "FieldSpec",
     "GroupSpec",
     "HashedPrefix",
     "HetkvError",
     "HitReport",
+    "HostTier",
     "LayoutError",
     "Loss",
     "LossReason",
     "Namespace",
     "NotClearedError",
     "ObjectKind",
+    "PendingError",
     "PinnedPrefix",
     "PositionError",
     "PublishOutcome",

@@ -1,6 +1,6 @@
 """The allocator core of hetkv. Use the facade, hetkv.Cache."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ListLike
 from enum import Enum
 from typing import Any, ClassVar, Never, NoReturn, Self
@@ -249,7 +249,7 @@ def refuse_layout(group: str, field: str, why: str) -> NoReturn:
 # --- requests ---
 
 _Tokens = npt.NDArray[np.int32]
-_Report = tuple[int, int, int, int, tuple[tuple[str, str | None, int], ...], bool | None]
+_Report = tuple[int, int, int, int, tuple[tuple[str, str | None, int], ...], bool | None, int, int]
 
 class StepStamp(_NotConstructible):
     """What a scheduled step was: its tokens [begin, end), the sequence's epoch, the version's id."""
@@ -298,7 +298,14 @@ class Sequence(_NotConstructible):
     """A running request. One thread at a time; made by Allocator.admit."""
 
     def report(self) -> _Report:
-        """(prompt, hash hit, history, recoverable, losses, canonical), also after free()."""
+        """(prompt, hash hit, history, recoverable, losses, canonical, restored tokens, bytes), also after free()."""
+    @property
+    def ready(self) -> bool:
+        """Whether nothing is being loaded for it any more."""
+    def wait(self) -> None:
+        """Until it is ready. AdmissionError if there is no room for what could not be restored."""
+    def when_ready(self, callback: Callable[[], object]) -> None:
+        """Called without arguments, at once or on the thread that ends the restore."""
     def report_text(self) -> str: ...
     @property
     def num_computed_tokens(self) -> int: ...
@@ -396,7 +403,11 @@ class Allocator(_Bound):
         lock_free: bool = True,
         max_nodes: int = 0,
         pin_prefix_cap_bytes: int = 0,
-    ) -> None: ...
+        host: dict[str, Any] | None = None,
+        disk: dict[str, Any] | None = None,
+        memory: object = None,
+    ) -> None:
+        """host, disk: the tiers below, as dicts (python/hetkv/tiers.py); memory: kept until the allocator's threads have ended."""
     def layout(self) -> CacheLayout: ...
     def retention(self) -> str: ...
     def namespace_(self, fields: ListLike[tuple[str, str | bytes]]) -> Namespace:
@@ -419,7 +430,11 @@ class Allocator(_Bound):
         chunk_tokens: int = 0,
         live_state: bool = False,
         previous: HashedPrefix | None = None,
-    ) -> Sequence: ...
+        restore: bool = True,
+    ) -> Sequence:
+        """The sequence may wait for a restore: see Sequence.ready."""
+    def flush(self) -> None:
+        """Waits until what was published is copied to the tiers below."""
     def pin_prefix(self, tokens: _Tokens, namespace: Namespace) -> PinnedPrefix: ...
     def prepare_step(
         self,

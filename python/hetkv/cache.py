@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as ListLike
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from .errors import ArgumentError
 from .report import HitReport, LossReason
 from .sequence import Sequence
 from .step_buffers import StepBuffers
+from .tiers import DiskTier, HostTier
 from .tokens import TokenInput, as_token_ids
 
 __all__ = ["Cache"]
@@ -49,6 +51,8 @@ class Cache:
         max_nodes: int = 0,
         slab_bytes: int | str = 0,
         pin_prefix_cap: int | str | None = None,
+        host: HostTier | int | str | None = None,
+        disk: DiskTier | str | os.PathLike[str] | None = None,
     ) -> None:
         """
         layout: of the model; the dtypes of the rows come from it.
@@ -61,6 +65,8 @@ class Cache:
         lock_free: False takes the locked twin of the reservation, for bisecting.
         max_nodes: blocks of prefixes that can be indexed; 0: from the capacity. slab_bytes: 0: from the block sizes.
         pin_prefix_cap: most that pinned prefixes may hold; None: a quarter of the arena.
+        host: a tier in host memory, or its capacity. disk: a tier on disk, or its folder. Prefixes go down to them and come back;
+        with a disk tier they outlive the process, and `secret` is the folder's. On CPU devices only.
 
         LayoutError, ArgumentError for sizes and names, AdmissionError if the floors, or one block of every group, do not fit.
         """
@@ -81,7 +87,15 @@ class Cache:
         if not 0 <= max_nodes < 2**28:
             raise ArgumentError("max_nodes", str(max_nodes), "0 to 2**28")
 
+        host = HostTier(host) if isinstance(host, int | str) else host
+        disk = DiskTier(disk) if isinstance(disk, str | os.PathLike) else disk
+        if (host or disk) and torch.device(device).type != "cpu":
+            raise ArgumentError("device", str(device), "'cpu': tiers below other devices are not built yet")
+        if disk and secret is not None:
+            raise ArgumentError("secret", "given with a disk tier", "None: the folder has its own")
+
         memory = _allocate(bytes_asked, torch.device(device))
+        host_memory = _allocate(host.num_bytes, torch.device("cpu")) if host else None
         self._core = _core.Allocator(
             layout,
             bytes_asked,
@@ -97,6 +111,9 @@ class Cache:
             lock_free=lock_free,
             max_nodes=max_nodes,
             pin_prefix_cap_bytes=0 if pin_prefix_cap is None else byte_size(pin_prefix_cap, "pin_prefix_cap"),
+            host=host.to_core(host_memory.data_ptr()) if host and host_memory is not None else None,
+            disk=disk.to_core() if disk else None,
+            memory=(memory, host_memory),
         )
         self._arena = memory[: self._core.arena_bytes()]
         self._rows = ArenaRows(layout, self._arena)
@@ -202,6 +219,7 @@ class Cache:
         chunk_tokens: int | None = None,
         live_state: bool = False,
         previous: _core.HashedPrefix | None = None,
+        restore: Literal["wait", "async", "none"] = "wait",
     ) -> Sequence:
         """Starts a request: pins what it resumes from and reserves the blocks it will write, in one step.
 
@@ -209,11 +227,25 @@ class Cache:
         blocks of windows follow; None: block_size. live_state: also reserve a running ring for every tail group and a running
         state for every snapshot group. previous: ``Sequence.hashed_prefix`` of the conversation so far.
 
+        restore: what lies on lower tiers is loaded first: "wait" returns when it is; "async" returns at once a sequence that can be
+        waited for, awaited, polled or given a callback (``Sequence.ready``), and freed at any moment; "none" loads nothing. What cannot
+        be loaded is computed instead, and the report says why.
+
         AdmissionError, with kind, need, cap and retryable, changes nothing. ArgumentError for tokens and numbers out of range.
         """
+        if restore not in ("wait", "async", "none"):
+            raise ArgumentError("restore", repr(restore), "'wait', 'async' or 'none'")
         core = self._core.admit(
-            as_token_ids(tokens), self._space(namespace), max_new_tokens, chunk_tokens or 0, live_state, previous
+            as_token_ids(tokens),
+            self._space(namespace),
+            max_new_tokens,
+            chunk_tokens or 0,
+            live_state,
+            previous,
+            restore != "none",
         )
+        if restore == "wait":
+            core.wait()
         return Sequence(self, core)
 
     def prepare_step(
@@ -311,12 +343,16 @@ class Cache:
         """
         return self._core.quarantine(as_token_ids(tokens), self._space(namespace), position, self.group_id(group), str(reason))
 
+    def flush(self) -> None:
+        """Waits until what was published is copied to the tiers below, whatever their write policy defers. Nothing without tiers."""
+        self._core.flush()
+
     def stats(self) -> dict[str, Any]:
         """Counters since the start and sizes now, by name; a snapshot that takes no lock.
 
         kinds: kind to used_bytes, cap_bytes (None: no cap), floor_bytes. pools: pool to its blocks and slabs. Hits, of
         admissions: prompt_tokens, hash_hit_tokens, recoverable_tokens, and losses by reason, in tokens. evictions by kind, in
-        objects; refusals by cause; published_nodes, published_points by group; bytes of metadata and stranded in half-used
+        objects; tiers: what the tiers below hold, stored, loaded and met of faults; restores; refusals by cause; published_nodes, published_points by group; bytes of metadata and stranded in half-used
         slabs.
         """
         stats = self._core.stats()

@@ -13,6 +13,7 @@ __all__ = [
     "HetkvError",
     "LayoutError",
     "NotClearedError",
+    "PendingError",
     "PositionError",
     "RouteError",
     "StaleVersionError",
@@ -118,6 +119,13 @@ class PositionError(HetkvError, ValueError):
 
     def __str__(self) -> str:
         return f"group {self.group!r}: state of position {self.actual} cannot be published as the state at {self.claimed}"
+
+
+class PendingError(HetkvError, RuntimeError):
+    """A sequence was used while what it resumes from is still being loaded: ``wait`` for it, ``await`` it, or poll ``ready``."""
+
+    def __str__(self) -> str:
+        return "the sequence waits for a restore: wait for it, await it, or poll `ready`"
 
 
 class NotClearedError(HetkvError, RuntimeError):

@@ -61,8 +61,9 @@ class Loss:
 class HitReport:
     """Up to which token a prompt can resume, and what became of the rest. All numbers are tokens.
 
-    num_prompt_tokens: length of the prompt. num_hash_hit_tokens: longest prefix known in any version. num_history_tokens: longest
-    prefix whose history is resident in the running version. num_recoverable_tokens: resume here. losses: in the order of the
+    num_prompt_tokens: length of the prompt. num_hash_hit_tokens: longest prefix known in any version on any tier. num_history_tokens:
+    longest prefix whose history is there in the running version. num_recoverable_tokens: resume here. num_restored_tokens: how many of
+    these only because of lower tiers; restore_bytes: loaded for them, or in a forecast to load. losses: in the order of the
     checks; they sum to num_prompt_tokens - num_recoverable_tokens. canonical: all that is resumed from was computed in chunks
     that end at every multiple of block_size, so the continuation equals a cold run of that schedule bit for bit; else it equals
     the conversation that made the state, and others up to rounding. None in a forecast; not compared.
@@ -74,12 +75,16 @@ class HitReport:
     num_recoverable_tokens: int
     losses: tuple[Loss, ...]
     canonical: bool | None = field(default=None, compare=False)
+    num_restored_tokens: int = field(default=0, compare=False)
+    restore_bytes: int = field(default=0, compare=False)
 
     @classmethod
-    def from_core(cls, fields: tuple[int, int, int, int, tuple[tuple[str, str | None, int], ...], bool | None]) -> HitReport:
+    def from_core(
+        cls, fields: tuple[int, int, int, int, tuple[tuple[str, str | None, int], ...], bool | None, int, int]
+    ) -> HitReport:
         """From what the core returns."""
         losses = tuple(Loss(LossReason(reason), group, tokens) for reason, group, tokens in fields[4])
-        return cls(*fields[:4], losses, fields[5])
+        return cls(*fields[:4], losses, *fields[5:])
 
     def lost(self, reason: LossReason | str, group: str | None = None) -> int:
         """Tokens lost for a reason, of one group or of all."""
@@ -88,4 +93,6 @@ class HitReport:
     def __str__(self) -> str:
         text = f"resume at {self.num_recoverable_tokens} of {self.num_prompt_tokens} tokens (hash hit {self.num_hash_hit_tokens})"
         parts = [f"{loss.tokens} {loss.reason}" + (f" in {loss.group}" if loss.group else "") for loss in self.losses]
+        if self.num_restored_tokens:
+            text += f", {self.num_restored_tokens} of them from lower tiers"
         return text + ("; lost: " + ", ".join(parts) if parts else "")

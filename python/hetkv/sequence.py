@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import contextlib
+from collections.abc import Callable, Generator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -43,7 +45,46 @@ class Sequence:
         self._cache = cache
         self._core = core
         self._report: HitReport | None = None
+        if core.ready:
+            core.wait()  # ends the admission
+            self._clear()
+
+    # --- a restore ---
+
+    @property
+    def ready(self) -> bool:
+        """False while something is being loaded for it: until then only ``wait``, ``when_ready`` and ``free`` may be called.
+
+        Anything else raises PendingError. The first use afterwards ends the admission.
+        """
+        return self._core.ready
+
+    def wait(self) -> Self:
+        """Waits until it is ready; returns itself. AdmissionError, and it is freed, if there is no room for what was not loaded."""
+        self._core.wait()
         self._clear()
+        return self
+
+    def when_ready(self, callback: Callable[[], object]) -> None:
+        """Calls ``callback`` once: at once if it is ready, else on the thread that ends the restore. It should only pass a message."""
+        self._core.when_ready(callback)
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        """``await sequence`` is ``wait`` for coroutines."""
+        loop = asyncio.get_running_loop()
+        ready: asyncio.Future[None] = loop.create_future()
+
+        def done() -> None:
+            if not ready.done():
+                ready.set_result(None)
+
+        def pass_on() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+                loop.call_soon_threadsafe(done)
+
+        self.when_ready(pass_on)
+        yield from ready
+        return self.wait()
 
     # --- what admission decided ---
 
@@ -247,6 +288,8 @@ class Sequence:
     def __repr__(self) -> str:
         if not self._core.live:
             return "<hetkv.Sequence, freed>"
+        if not self.ready:
+            return "<hetkv.Sequence, waiting for a restore>"
         return f"<hetkv.Sequence of {self.num_tokens} tokens, {self.scheduled} scheduled, {self.published_tokens} published>"
 
     def __reduce__(self) -> Any:

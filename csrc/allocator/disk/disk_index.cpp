@@ -30,11 +30,12 @@ BundleName BundleName::of(const BundleId& id, std::uint64_t bytes) {
 }
 
 std::string BundleName::text() const {
+  std::array<char, 8> which{'h', '\0'};
+  if (part != kHistorySet) std::snprintf(which.data(), which.size(), "p%u", unsigned{part});
   std::array<char, 128> buffer;
-  const std::string which = part == kHistorySet ? "h" : "p" + std::to_string(part);
   const int n = std::snprintf(buffer.data(), buffer.size(), "%016llx%016llx%08x%08x%08x%08x-%s-%x-%llx",
                               static_cast<unsigned long long>(key.high), static_cast<unsigned long long>(key.low), space, layout,
-                              abi, model, which.c_str(), depth, static_cast<unsigned long long>(bytes));
+                              abi, model, which.data(), depth, static_cast<unsigned long long>(bytes));
   return {buffer.data(), static_cast<std::size_t>(n)};
 }
 
