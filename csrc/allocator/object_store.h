@@ -133,7 +133,8 @@ class ObjectStore {
 
   // Before the first publication.
   void set_observer(PublicationObserver* observer) { observer_ = observer; }
-  // By one who holds a pin on the point object: it belongs to the checkpoint of the end of a turn.
+  bool observed() const { return observer_ != nullptr; }
+  // By one who holds a pin on the node: the point object belongs to the checkpoint of the end of a turn.
   void note_turn_end(NodeId node, std::uint32_t set) {
     if (observer_ != nullptr) observer_->published(node, static_cast<std::uint8_t>(set), true);
   }

@@ -41,11 +41,9 @@ RetentionPlan::RetentionPlan(const RetentionPolicy& policy, const CacheLayout& l
                              std::uint32_t resume_depth, std::uint32_t branch_depth)
     : policy_(policy), block_size_(layout.block_size()) {
   turn_ends_ = policy.mode == RetentionPolicy::Mode::kTurnEnds || policy.mode == RetentionPolicy::Mode::kAdaptive;
-  if (turn_ends_) {
-    // The same prompt again must still compute its last token, so its useful end lies below that.
-    prompt_depth_ = static_cast<std::uint32_t>(std::max<std::int64_t>(0, prompt_tokens - 1) / block_size_);
-    prompt_low_ = turn_end_low(prompt_depth_);
-  }
+  // The same prompt again must still compute its last token, so its useful end lies below that.
+  prompt_depth_ = static_cast<std::uint32_t>(std::max<std::int64_t>(0, prompt_tokens - 1) / block_size_);
+  prompt_low_ = turn_end_low(prompt_depth_);
   if (policy.mode == RetentionPolicy::Mode::kAdaptive) {
     if (branch_depth > resume_depth) branch_depth_ = branch_depth;
     // A checkpoint is cheap when it costs no more than about four blocks of history.

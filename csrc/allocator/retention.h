@@ -1,6 +1,7 @@
 // Which positions deserve a checkpoint: the point objects (window, tail, snapshot) without which history cannot be resumed from.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
 
@@ -34,6 +35,10 @@ class RetentionPlan {
   };
   Want want(std::uint32_t depth) const;
   bool keeps_turn_ends() const { return turn_ends_; }
+  // Depths of the checkpoints of a turn that ends at `last_depth`: two of its prompt, two of its end.
+  std::array<std::uint32_t, 4> turn_end_depths(std::uint32_t last_depth) const {
+    return {prompt_depth_, prompt_low_, last_depth, turn_end_low(last_depth)};
+  }
   // Of two staged depths below the present one, which the end of the turn would still publish.
   std::uint32_t turn_end_low(std::uint32_t last_depth) const;
   static constexpr std::int64_t kTurnGrid = 512;         // tokens: templates and re-tokenised answers change the last tokens

@@ -282,6 +282,7 @@ void Sequence::free(bool turn_end) {
   if (turn_end && to_clear_.empty() && !pending()) {
     publish(safe_upto());
     if (publishable_) publish_due(true);
+    note_turn_end();
   }
   live_ = false;
   for (PendingPoint& point : pending_) drop_pending(point);

@@ -173,6 +173,7 @@ class Sequence {
   bool publish_history(std::uint32_t depth, PublishOutcome* outcome);
   void publish_pending(PendingPoint& point, bool growing);
   void publish_due(bool turn_end);
+  void note_turn_end();  // to whoever keeps only those
   void extend_keys(std::uint32_t depth);
   std::uint32_t staged_sets(std::uint32_t depth) const;  // tail and snapshot sets that R asks for, as bits
 

@@ -268,6 +268,23 @@ void Sequence::publish_due(bool turn_end) {
   }
 }
 
+void Sequence::note_turn_end() {
+  const CacheLayout& layout = allocator_.layout();
+  ObjectStore& store = allocator_.store();
+  if (!store.observed()) return;
+  const auto groups = layout.point_groups();
+  for (const std::uint32_t depth : plan_.turn_end_depths(published_depth_)) {
+    if (depth == 0 || depth > published_depth_) continue;
+    for (std::uint32_t set = 0; set < groups.size(); ++set) {
+      std::uint32_t span = layout.point_needed(groups[set], depth) ? 1 : 0;
+      if (layout.group(groups[set]).spec.retention == Retention::kWindow) span = layout.window_nodes(groups[set], depth);
+      for (std::uint32_t j = depth; j > depth - span; --j) {
+        if (store.point_ok(chain_[j - 1], set)) store.note_turn_end(chain_[j - 1], set);
+      }
+    }
+  }
+}
+
 PublishResult Sequence::publish(std::int64_t upto) {
   require_live();
   if (!to_clear_.empty()) throw NotClearedError(to_clear_.size());

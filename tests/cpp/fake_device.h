@@ -34,6 +34,11 @@ class FakeDevice final : public CopyEngine {
     const std::lock_guard guard(mutex_);
     complete_locked(i, status);
   }
+  // From now on nothing completes by itself.
+  void hold() {
+    const std::lock_guard guard(mutex_);
+    running_ = false;
+  }
   // Completes everything, now and from now on.
   void run() {
     const std::lock_guard guard(mutex_);
