@@ -57,6 +57,36 @@ def test_the_demo_runs_and_keeps_every_promise(tmp_path: Path, capsys: pytest.Ca
     assert "\x1b[" not in printed  # no terminal: plain lines
 
 
+def test_a_second_run_with_a_store_starts_warm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--turns", "3", "--store", str(tmp_path / "store")]
+    documents = []
+    for _ in range(2):
+        status, document = _run(arguments, tmp_path)
+        assert status == 0
+        documents.append(document["models"][0])
+    first, second = documents
+    assert sum(turn["restored_tokens"] for turn in first["turns"]) == 0
+    for before, after in zip(first["turns"], second["turns"], strict=True):
+        assert after["recoverable_tokens"] >= before["recoverable_tokens"]
+        assert after["restored_tokens"] == after["recoverable_tokens"] - before["recoverable_tokens"] > 0
+        assert after["difference_schedule"] == 0.0
+    assert "earlier" in {turn["origin"] for turn in second["turns"]}
+    assert "no faults" in capsys.readouterr().out
+
+
+def test_a_store_with_a_damaged_bundle_is_slower_not_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--turns", "2", "--store", str(tmp_path / "store")]
+    assert _run(arguments, tmp_path)[0] == 0
+    bundle = next(path for path in (tmp_path / "store").rglob("*-h-4-*"))
+    data = bytearray(bundle.read_bytes())
+    data[-5000] ^= 1
+    bundle.write_bytes(data)
+    status, document = _run(arguments, tmp_path)
+    assert status == 0
+    assert document["models"][0]["turns"][0]["recoverable_tokens"] < 576
+    assert "1 checksum" in capsys.readouterr().out
+
+
 def test_the_demo_fails_when_one_restored_row_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,6 +25,9 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and load (default: 0)")
     demo.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to FILE")
     demo.add_argument("--attach", action="store_true", help="compute on hetkv's blocks instead of copying, and compare the speed")
+    demo.add_argument(
+        "--store", type=Path, metavar="DIR", help="keep prefixes in this folder: a second run of the same command starts warm"
+    )
     return parser
 
 
@@ -49,13 +52,17 @@ def _demo(arguments: argparse.Namespace) -> int:
             seed=arguments.seed,
             json_path=arguments.json,
             attach=arguments.attach,
+            store=arguments.store,
         )
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status. `arguments`: without the program's name; default: `sys.argv`."""
-    parsed = _parser().parse_args(arguments)
+    parser = _parser()
+    parsed = parser.parse_args(arguments)
+    if parsed.command == "demo" and parsed.attach and parsed.store is not None:
+        parser.error("--store is for the demo that copies: not with --attach")
     try:
         return {"demo": _demo}[parsed.command](parsed)
     except KeyboardInterrupt:

@@ -16,10 +16,10 @@ from .reference import Origin
 from .results import SENSITIVITY, Sensitivity, TurnResult
 
 LEGEND = (
-    "prompt, hash hit, recoverable, computed: tokens (num_prompt_tokens, num_hash_hit_tokens, num_recoverable_tokens, and what "
-    "the embedding layer saw).\n"
+    "prompt, hash hit, recoverable, restored, computed: tokens (num_prompt_tokens, num_hash_hit_tokens, num_recoverable_tokens, "
+    "those of them that came from disk, and what the embedding layer saw).\n"
     "cold ms, warm ms: time to the first token, without hetkv and with it.\n"
-    "resumed: how the restored state was made. mixed: every block equals one plain run's, but not all the same run's.\n"
+    "resumed: how the restored state was made. earlier: by a plain run of an earlier process. mixed: every block equals one plain run's, but not all the same run's.\n"
     "diff same, diff cold: largest logit difference, over every token from the resume point on, to the run of the same schedule "
     "(must be 0) and to a cold prefill."
 )
@@ -40,6 +40,7 @@ _COLUMNS = (
     _Column("prompt", 7),
     _Column("hash hit", 9),
     _Column("recoverable", 12),
+    _Column("restored", 9),
     _Column("computed", 9),
     _Column("cold ms", 8),
     _Column("warm ms", 8),
@@ -55,10 +56,11 @@ _NARROW = (
     _Column("prompt", 7),
     _Column("hash\nhit", 5),
     _Column("reco-\nverable", 8),
+    _Column("res-\ntored", 6),
     _Column("compu-\nted", 7),
     _Column("cold\nms", 5),
     _Column("warm\nms", 5),
-    _Column("resumed", 9, left=True),
+    _Column("resumed", 8, left=True),
     _Column("diff\nsame", 5),
     _Column("diff\ncold", 8),
 )
@@ -75,6 +77,7 @@ def _cells(number: int, row: TurnResult) -> list[str]:
         str(row.prompt_tokens),
         str(row.hash_hit_tokens),
         str(row.recoverable_tokens),
+        str(row.restored_tokens),
         str(row.computed_tokens),
         f"{row.cold_first_token_ms:.0f}",
         f"{row.warm_first_token_ms:.0f}",

@@ -32,7 +32,8 @@ _THREADS = 1  # the models are tiny: a second thread costs more than it saves, a
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What was asked for. capacity: of each arena, as text; None: the models' own defaults. attach: compute on blocks."""
+    """What was asked for. capacity: of each arena, as text; None: the models' own defaults. attach: compute on blocks.
+    store: a folder whose contents outlive the run."""
 
     models: tuple[str, ...] = MODEL_NAMES
     turns: int = DEFAULT_TURNS
@@ -40,6 +41,7 @@ class DemoOptions:
     seed: int = 0
     json_path: Path | None = None
     attach: bool = False
+    store: Path | None = None
 
 
 def run_demo(options: DemoOptions) -> int:
@@ -80,7 +82,7 @@ def _run_attached(tokenizer: Tokenizer, options: DemoOptions, display: Display) 
 def _run_model(name: str, tokenizer: Tokenizer, options: DemoOptions, display: Display) -> ModelResult:
     started = time.perf_counter()
     capacity = options.capacity or _DEFAULT_CAPACITY[name]
-    served = ServedModel(name, tokenizer.vocabulary, options.seed, capacity, display.progress)
+    served = ServedModel(name, tokenizer.vocabulary, options.seed, capacity, display.progress, options.store)
     result = ModelResult(name, served.cache.arena.numel())
     workload = Workload(tokenizer, options.seed)
     prompt: list[int] = []
@@ -96,6 +98,12 @@ def _run_model(name: str, tokenizer: Tokenizer, options: DemoOptions, display: D
     display.line(_load_line(result))
     result.sensitivity = list(measure(served, prompt))
     display.sensitivity(result.sensitivity)
+    if options.store is not None:
+        served.cache.flush()
+        served.ledger.save()
+        display.line(_store_line(options.store, served.cache.stats()))
+        result.seconds = time.perf_counter() - started
+        return result
     provocations = Provocations(served, prompt)
     with display.section(f"{name}: the same prompt again, with faults provoked"):
         for row in provocations.run():
@@ -113,6 +121,18 @@ def _load_line(result: ModelResult) -> str:
     evicted = {kind: count for kind, count in result.stats["evictions"].items() if count}
     text = ", ".join(f"{count} {kind}" for kind, count in evicted.items()) or "nothing"
     return f"{prompt} prompt tokens, {hashed} hash hits, {reused} recovered and not computed again; evicted objects: {text}"
+
+
+def _store_line(store: Path, stats: dict[str, Any]) -> str:
+    """One line about the disk. Its faults, if there were any, by name."""
+    disk = stats["tiers"]["disk"]
+    fine = ("done", "already_there", "missing")
+    faults = {name: n for counts in (disk["reads"], disk["writes"]) for name, n in counts.items() if n and name not in fine}
+    text = ", ".join(f"{count} {name}" for name, count in faults.items()) or "no faults"
+    return (
+        f"{store}: {disk['bundles']} bundles of {disk['used_bytes'] / 2**20:.1f} MiB, {disk['writes']['done']} stored and "
+        f"{disk['reads']['done']} restored in this run, {text}. Faults are provoked only without a store."
+    )
 
 
 def _summarise(results: list[ModelResult], seconds: float, display: Display) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -46,6 +48,7 @@ class Origin(Enum):
     NONE = "none"  # nothing was restored
     CHUNKS = "chunks"  # equal to what a cold prefill computes
     DECODING = "decoding"  # equal to the state of one uninterrupted conversation
+    EARLIER = "earlier"  # equal to a state that a plain run of an earlier process passed over
     MIXED = "mixed"  # every block equals one run's, but not all the same run's: a healed checkpoint over older history
     UNKNOWN = "unknown"  # some row was never computed by any run: wrong bytes
 
@@ -81,6 +84,45 @@ def same_state(left: PrefixState, right: PrefixState) -> bool:
     return left.keys() == right.keys() and all(same_rows(left[group], right[group]) for group in left)
 
 
+def state_digest(state: PrefixState) -> str:
+    """Of every group, field and bit."""
+    digest = hashlib.blake2b(digest_size=16)
+    for group in sorted(state):
+        for field in sorted(state[group]):
+            rows = state[group][field]
+            digest.update(f"{group} {field} {rows.dtype} {tuple(rows.shape)}".encode())
+            digest.update(rows.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+class Ledger:
+    """Digests of the states that plain runs passed over, kept in a file: a later process checks by them what it restores."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        known = json.loads(path.read_text()) if path is not None and path.exists() else {}
+        self._digests: dict[str, set[str]] = {key: set(digests) for key, digests in known.items()}
+        self._earlier = {key: frozenset(digests) for key, digests in self._digests.items()}
+
+    def note(self, tokens: Sequence[int], state: PrefixState) -> None:
+        """A plain run passed over this state."""
+        if self._path is not None:
+            self._digests.setdefault(_key(tokens).hex(), set()).add(state_digest(state))
+
+    def knew(self, tokens: Sequence[int], state: PrefixState) -> bool:
+        """Whether a plain run of an earlier process did."""
+        return bool(self._earlier) and state_digest(state) in self._earlier.get(_key(tokens).hex(), frozenset())
+
+    def save(self) -> None:
+        """Writes the file, in place of the old one."""
+        if self._path is None:
+            return
+        text = json.dumps({key: sorted(digests) for key, digests in sorted(self._digests.items())})
+        fresh = self._path.with_suffix(".new")
+        fresh.write_text(text)
+        fresh.replace(self._path)
+
+
 def _key(tokens: Sequence[int]) -> bytes:
     return hashlib.blake2b(np.asarray(tokens, dtype=np.int32).tobytes(), digest_size=16).digest()
 
@@ -91,9 +133,10 @@ class References:
     Owns copies of caches, the oldest are dropped beyond a fixed number. Does not own the model. Not thread-safe.
     """
 
-    def __init__(self, runner: Runner, adapter: StateAdapter) -> None:
+    def __init__(self, runner: Runner, adapter: StateAdapter, ledger: Ledger) -> None:
         self._runner = runner
         self._adapter = adapter
+        self._ledger = ledger
         self._snapshots: OrderedDict[bytes, list[_Snapshot]] = OrderedDict()
         self._count = 0
 
@@ -135,7 +178,10 @@ class References:
         for snapshot in candidates:
             if same_state(restored, self._adapter.export_state(snapshot.cache)):
                 return Source(Origin.CHUNKS if snapshot.by_chunks else Origin.DECODING, snapshot.cache)
+        if self._ledger.knew(tokens, restored):
+            return Source(Origin.EARLIER, self._adapter.restore(len(tokens), restored))
         if candidates and self._every_block_is_known(tokens, restored):
+            self._ledger.note(tokens, restored)
             return Source(Origin.MIXED, self._adapter.restore(len(tokens), restored))
         return Source(Origin.UNKNOWN, candidates[-1].cache if candidates else None)
 
@@ -176,6 +222,7 @@ class References:
         if any(same_state(state, self._adapter.export_state(other.cache)) for other in known):
             return
         known.append(_Snapshot(copy.deepcopy(cache), by_chunks))
+        self._ledger.note(tokens, state)
         self._count += 1
         while self._count > _KEPT_SNAPSHOTS:
             _, oldest = self._snapshots.popitem(last=False)

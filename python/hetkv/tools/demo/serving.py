@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import hetkv
 
 from ...integrations.transformers import PrefixCache, PrefixState, Runner, TokenCounter
 from .models import build_model, config_of, draw_weights
-from .reference import Answer, Origin, References, Source
+from .reference import Answer, Ledger, Origin, References, Source
 from .results import LostTokens, TurnResult
 from .workload import ANSWER_TOKENS
 
@@ -31,7 +32,9 @@ class ServedModel:
     Owns all three. Weights "w0" come from `seed`, other versions from it and their name. Not thread-safe.
     """
 
-    def __init__(self, name: str, vocabulary: int, seed: int, capacity: str | int, progress: Progress) -> None:
+    def __init__(
+        self, name: str, vocabulary: int, seed: int, capacity: str | int, progress: Progress, store: Path | None = None
+    ) -> None:
         self.name = name
         self._seed = seed
         self._progress = progress
@@ -39,13 +42,14 @@ class ServedModel:
         layout = hetkv.CacheLayout.from_config(config_of(self.model), block_size=BLOCK_SIZE, dtype="float32")
         # The families of code that write or read the rows: transformers' own, in this demo.
         self.cache: hetkv.Cache = hetkv.Cache(
-            layout, capacity=capacity, model_version="w0", abi={"window_attention": 1, "compressor": 1}
+            layout, capacity=capacity, model_version="w0", abi={"window_attention": 1, "compressor": 1}, disk=_disk(store, name)
         )
         self.cache.declare_alignment("window_attention", ALIGNMENT)
         self.prefixes = PrefixCache(self.model, self.cache)
         self.adapter = self.prefixes.adapter
         self.runner = Runner(self.model, BLOCK_SIZE)
         self._counter = TokenCounter(self.model)
+        self.ledger = Ledger(None if store is None else store / f"{name}-states.json")
         self._references: dict[str, References] = {}
         self.version = "w0"
         self.last_answer: list[int] = []
@@ -53,7 +57,7 @@ class ServedModel:
     @property
     def references(self) -> References:
         """The plain runs of the present weights."""
-        return self._references.setdefault(self.version, References(self.runner, self.adapter))
+        return self._references.setdefault(self.version, References(self.runner, self.adapter, self.ledger))
 
     def set_version(self, version: str) -> None:
         """Loads other weights into the model, and tells the cache in the same breath."""
@@ -80,6 +84,7 @@ class ServedModel:
             prompt_tokens=report.num_prompt_tokens,
             hash_hit_tokens=report.num_hash_hit_tokens,
             recoverable_tokens=report.num_recoverable_tokens,
+            restored_tokens=report.num_restored_tokens,
             losses=[LostTokens(str(loss.reason), loss.group, loss.tokens) for loss in report.losses],
             computed_tokens=computed,
             decoded_tokens=len(warm.tokens),
@@ -124,6 +129,13 @@ class ServedModel:
         if source.cache is None:  # nothing to compare with: a difference that no reader can miss
             return Answer(warm.begin, [], torch.full_like(warm.logits, float("inf")), 0.0, 0.0)
         return self.references.resume(source, prompt, ANSWER_TOKENS)
+
+
+def _disk(store: Path | None, name: str) -> hetkv.DiskTier | None:
+    if store is None:
+        return None
+    store.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return hetkv.DiskTier(store / name, capacity="1GiB")
 
 
 def logit_difference(warm: Answer, other: Answer) -> float:
