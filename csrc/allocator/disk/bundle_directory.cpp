@@ -353,7 +353,15 @@ DiskOutcome BundleDirectory::write_bundle(const BundleId& id, const BundleMeta& 
     header.sections.push_back(s);
   }
   header.file_bytes = end;
-  if (!make_room(end)) return DiskOutcome::kFull;
+  // A point object depends on its node, a history set on its parent. If room was made by taking that away, this one is of no use.
+  BundleId above = id;
+  above.part = kHistorySet;
+  if (id.part == kHistorySet) {
+    above.key = meta.parent;
+    --above.depth;
+  }
+  const bool has_above = index_.find(above).has_value();
+  if (!make_room(end) || (has_above && !index_.find(above))) return DiskOutcome::kFull;
   thread_local PageBuffer buffer;
   const std::span<std::byte> bytes = buffer.at_least(end);
   if (bytes.empty()) return DiskOutcome::kFull;
@@ -367,9 +375,7 @@ DiskOutcome BundleDirectory::write_bundle(const BundleId& id, const BundleMeta& 
   const BundleName name = BundleName::of(id, end);
   const DiskOutcome outcome = write_file(name, bytes);
   if (outcome == DiskOutcome::kDone || outcome == DiskOutcome::kAlreadyThere) {
-    // A point object depends on its node, a history set on its parent.
-    const bool history = id.part == kHistorySet;
-    index_.add(name, !history ? std::optional(id.key) : id.depth > 1 ? std::optional(meta.parent) : std::nullopt);
+    index_.add(name, has_above ? std::optional(above.key) : std::nullopt);
   }
   if (outcome == DiskOutcome::kDone) written_bytes_.fetch_add(end, std::memory_order_relaxed);
   return outcome;
