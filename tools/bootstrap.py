@@ -146,6 +146,8 @@ def missing_system_packages(level: str) -> list[str]:
         missing.append("libxxhash-dev")
     if level in ("test", "ci") and not Path("/usr/src/googletest/CMakeLists.txt").is_file():
         missing.append("googletest")
+    if level in ("test", "ci") and not compiles("#include <zstd.h>"):  # optional: without it bundles are not compressed
+        missing.append("libzstd-dev")
     return missing
 
 

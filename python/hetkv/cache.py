@@ -227,9 +227,9 @@ class Cache:
         blocks of windows follow; None: block_size. live_state: also reserve a running ring for every tail group and a running
         state for every snapshot group. previous: ``Sequence.hashed_prefix`` of the conversation so far.
 
-        restore: what lies on lower tiers is loaded first: "wait" returns when it is; "async" returns at once a sequence that can be
-        waited for, awaited, polled or given a callback (``Sequence.ready``), and freed at any moment; "none" loads nothing. What cannot
-        be loaded is computed instead, and the report says why.
+        restore: what lies on lower tiers is loaded first: "wait" returns when it is; "async" returns at once a sequence that
+        can be waited for, awaited, polled or given a callback (``Sequence.ready``), and freed at any moment; "none" loads
+        nothing. What cannot be loaded is computed instead, and the report says why.
 
         AdmissionError, with kind, need, cap and retryable, changes nothing. ArgumentError for tokens and numbers out of range.
         """
@@ -344,7 +344,7 @@ class Cache:
         return self._core.quarantine(as_token_ids(tokens), self._space(namespace), position, self.group_id(group), str(reason))
 
     def flush(self) -> None:
-        """Waits until what was published is copied to the tiers below, whatever their write policy defers. Nothing without tiers."""
+        """Waits until what was published is copied to the tiers below, whatever their write policy defers."""
         self._core.flush()
 
     def stats(self) -> dict[str, Any]:
@@ -352,8 +352,8 @@ class Cache:
 
         kinds: kind to used_bytes, cap_bytes (None: no cap), floor_bytes. pools: pool to its blocks and slabs. Hits, of
         admissions: prompt_tokens, hash_hit_tokens, recoverable_tokens, and losses by reason, in tokens. evictions by kind, in
-        objects; tiers: what the tiers below hold, stored, loaded and met of faults; restores; refusals by cause; published_nodes, published_points by group; bytes of metadata and stranded in half-used
-        slabs.
+        objects; tiers: what the tiers below hold, stored, loaded and met of faults; restores; refusals by cause;
+        published_nodes, published_points by group; bytes of metadata and stranded in half-used slabs.
         """
         stats = self._core.stats()
         slab = stats["slab_bytes"]

@@ -61,12 +61,13 @@ class Loss:
 class HitReport:
     """Up to which token a prompt can resume, and what became of the rest. All numbers are tokens.
 
-    num_prompt_tokens: length of the prompt. num_hash_hit_tokens: longest prefix known in any version on any tier. num_history_tokens:
-    longest prefix whose history is there in the running version. num_recoverable_tokens: resume here. num_restored_tokens: how many of
-    these only because of lower tiers; restore_bytes: loaded for them, or in a forecast to load. losses: in the order of the
-    checks; they sum to num_prompt_tokens - num_recoverable_tokens. canonical: all that is resumed from was computed in chunks
-    that end at every multiple of block_size, so the continuation equals a cold run of that schedule bit for bit; else it equals
-    the conversation that made the state, and others up to rounding. None in a forecast; not compared.
+    num_prompt_tokens: length of the prompt. num_hash_hit_tokens: longest prefix known in any version on any tier.
+    num_history_tokens: longest prefix whose history is there in the running version. num_recoverable_tokens: resume here.
+    num_restored_tokens: how many of these only because of lower tiers; restore_bytes: loaded for them, or in a forecast to
+    load. losses: in the order of the checks; they sum to num_prompt_tokens - num_recoverable_tokens. canonical: all that is
+    resumed from was computed in chunks that end at every multiple of block_size, so the continuation equals a cold run of that
+    schedule bit for bit; else it equals the conversation that made the state, and others up to rounding. None in a forecast;
+    not compared.
     """
 
     num_prompt_tokens: int

@@ -60,13 +60,13 @@ class Sequence:
         return self._core.ready
 
     def wait(self) -> Self:
-        """Waits until it is ready; returns itself. AdmissionError, and it is freed, if there is no room for what was not loaded."""
+        """Waits until it is ready; returns itself. AdmissionError, and it is freed, if what was not loaded finds no room."""
         self._core.wait()
         self._clear()
         return self
 
     def when_ready(self, callback: Callable[[], object]) -> None:
-        """Calls ``callback`` once: at once if it is ready, else on the thread that ends the restore. It should only pass a message."""
+        """Calls ``callback`` once: at once if it is ready, else on the thread that ends the restore: keep it short."""
         self._core.when_ready(callback)
 
     def __await__(self) -> Generator[Any, None, Self]:

@@ -20,8 +20,8 @@ class HostTier:
     """A second arena, in host memory, that keeps copies of what the device may have to evict.
 
     capacity: bytes, or text such as "4GiB". write: "through" copies what is published at once; "evict" once the device is three
-    quarters full; "none" never. retention: which checkpoints go down: "all", "every(N)" (at multiples of N blocks), "turn_ends" or
-    "none"; history always does. floors, caps, slab_bytes, max_nodes: as for `Cache`, of this arena.
+    quarters full; "none" never. retention: which checkpoints go down: "all", "every(N)" (at multiples of N blocks), "turn_ends"
+    or "none"; history always does. floors, caps, slab_bytes, max_nodes: as for `Cache`, of this arena.
     """
 
     capacity: int | str
@@ -55,14 +55,15 @@ class HostTier:
 class DiskTier:
     """A folder of bundles, one file per block and group set, that outlives the process. Format: docs/bundle-format.md.
 
-    path: made if it is not there, private to the user; several processes may share it. capacity: the most that its files may hold;
-    None: no limit. write, retention: as for `HostTier`; with a host tier the disk takes from there. fsync: "none" survives the end of
-    the process at any point, and what lost power tore is noticed when it is read; "data": a bundle that has its name has its bytes;
-    "full": what was stored stays stored. compression: None or "zstd". direct: read and write past the page cache where the file
-    system can. load_threads, store_threads: of their own, so that a slow store never keeps a load waiting.
+    path: made if it is not there, private to the user; several processes may share it. capacity: the most that its files may
+    hold; None: no limit. write, retention: as for `HostTier`; with a host tier the disk takes from there. fsync: "none"
+    survives the end of the process at any point, and what lost power tore is noticed when it is read; "data": a bundle that has
+    its name has its bytes; "full": what was stored stays stored. compression: None or "zstd". direct: read and write past the
+    page cache where the file system can. load_threads, store_threads: of their own, so that a slow store never keeps a load
+    waiting.
 
-    Every byte is verified before it counts. A fault of the disk is a miss with its reason (`Cache.stats()["tiers"]["disk"]`), never an
-    exception of a request. The prefix hash of a cache with a disk tier takes its secret from the folder.
+    Every byte is verified before it counts. A fault of the disk is a miss with its reason (`Cache.stats()["tiers"]["disk"]`),
+    never an exception of a request. The prefix hash of a cache with a disk tier takes its secret from the folder.
     """
 
     path: str | os.PathLike[str]

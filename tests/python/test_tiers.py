@@ -287,7 +287,6 @@ def test_a_damaged_bundle_is_a_counted_miss(tmp_path: Path, damage: Callable[[Pa
     cache = new_cache(disk=store)
     report = turn(cache, tokens)
     assert report.num_recoverable_tokens == 64
-    assert report.lost("not_restored") == 0 or report.lost("not_restored") > 0
     reads = cache.stats()["tiers"]["disk"]["reads"]
     assert reads[outcome] == 1, reads
     # What was computed instead is right, and is found again.
@@ -338,11 +337,10 @@ def test_someone_elses_folder_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_bad_settings_are_refused_by_name(tmp_path: Path, tier: dict[str, dict[str, object]], argument: str) -> None:
+    disk = hetkv.DiskTier(tmp_path / "store", **tier["disk"]) if "disk" in tier else None  # type: ignore[arg-type]
+    host = hetkv.HostTier(**tier["host"]) if "host" in tier else None  # type: ignore[arg-type]
     with pytest.raises(hetkv.ArgumentError) as caught:
-        if "disk" in tier:
-            new_cache(disk=hetkv.DiskTier(tmp_path / "store", **tier["disk"]))  # type: ignore[arg-type]
-        else:
-            new_cache(host=hetkv.HostTier(**tier["host"]))  # type: ignore[arg-type]
+        new_cache(disk=disk, host=host)
     assert caught.value.argument == argument
 
 

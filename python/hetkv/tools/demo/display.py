@@ -19,7 +19,8 @@ LEGEND = (
     "prompt, hash hit, recoverable, restored, computed: tokens (num_prompt_tokens, num_hash_hit_tokens, num_recoverable_tokens, "
     "those of them that came from disk, and what the embedding layer saw).\n"
     "cold ms, warm ms: time to the first token, without hetkv and with it.\n"
-    "resumed: how the restored state was made. earlier: by a plain run of an earlier process. mixed: every block equals one plain run's, but not all the same run's.\n"
+    "resumed: how the restored state was made. earlier: by a plain run of an earlier process. mixed: every block equals one "
+    "plain run's, but not all the same run's.\n"
     "diff same, diff cold: largest logit difference, over every token from the resume point on, to the run of the same schedule "
     "(must be 0) and to a cold prefill."
 )

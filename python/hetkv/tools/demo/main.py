@@ -82,7 +82,7 @@ def _run_attached(tokenizer: Tokenizer, options: DemoOptions, display: Display) 
 def _run_model(name: str, tokenizer: Tokenizer, options: DemoOptions, display: Display) -> ModelResult:
     started = time.perf_counter()
     capacity = options.capacity or _DEFAULT_CAPACITY[name]
-    served = ServedModel(name, tokenizer.vocabulary, options.seed, capacity, display.progress, options.store)
+    served = ServedModel(name, tokenizer.vocabulary, options.seed, capacity, display.progress, store=options.store)
     result = ModelResult(name, served.cache.arena.numel())
     workload = Workload(tokenizer, options.seed)
     prompt: list[int] = []

@@ -31,9 +31,10 @@ class TurnResult:
     """One request, answered through hetkv and compared with plain runs.
 
     difference_schedule: largest logit difference to the run of the same schedule; exactly 0.0 is right. difference_cold: to a
-    cold prefill. Both over every token from the resume point to the end of the answer. restored_tokens: of the recoverable ones, those that came
-    from the disk. computed_tokens: tokens of the prompt that the embedding layer saw. expected_reason: the loss that a provocation must cause, "" if it must cause none, None for a turn of
-    the load. recoverable_before: what the prompt could resume just before a provocation.
+    cold prefill. Both over every token from the resume point to the end of the answer. restored_tokens: of the recoverable
+    ones, those that came from the disk. computed_tokens: tokens of the prompt that the embedding layer saw. expected_reason:
+    the loss that a provocation must cause, "" if it must cause none, None for a turn of the load. recoverable_before: what the
+    prompt could resume just before a provocation.
     """
 
     label: str

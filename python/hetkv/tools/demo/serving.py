@@ -33,7 +33,7 @@ class ServedModel:
     """
 
     def __init__(
-        self, name: str, vocabulary: int, seed: int, capacity: str | int, progress: Progress, store: Path | None = None
+        self, name: str, vocabulary: int, seed: int, capacity: str | int, progress: Progress, *, store: Path | None = None
     ) -> None:
         self.name = name
         self._seed = seed
