@@ -31,7 +31,7 @@ struct HostTierConfig {
 struct DiskTierConfig {
   DiskConfig directory;
   SpillPolicy spill;  // what goes down from the tier above it
-  std::size_t load_threads = 4, store_threads = 2;
+  std::size_t load_threads = 4, store_threads = 4;
 };
 
 class LowerTiers {

@@ -55,4 +55,7 @@ std::uint64_t checksum_segment(const std::byte* data, std::size_t length, std::u
 // The checksum of `length` bytes. Thread-safe, allocates nothing; linear.
 std::uint64_t checksum(const std::byte* data, std::size_t length) noexcept;
 
+// Copies `length` bytes and returns their checksum: one pass through the caches. Thread-safe, allocates nothing; linear.
+std::uint64_t checksum_copy(std::byte* to, const std::byte* from, std::size_t length) noexcept;
+
 }  // namespace hetkv

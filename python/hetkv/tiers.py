@@ -74,7 +74,7 @@ class DiskTier:
     compression: Literal["zstd"] | None = None
     direct: bool = True
     load_threads: int = 4
-    store_threads: int = 2
+    store_threads: int = 4
 
     def to_core(self) -> dict[str, Any]:
         """As the core takes it."""
