@@ -135,6 +135,10 @@ void Spiller::run() {
       ++handled;
       if (stage(note, copies)) notes.push_back(note);
     }
+#ifdef HETKV_PLANT_SPILL_UNPINNED
+    for (const Note& pinned : notes) unpin(pinned);
+    notes.clear();
+#endif
     if (!copies.empty()) copy_all(copies);
     for (const Note& pinned : notes) unpin(pinned);
     if (handled == 0 && missed_.load()) {

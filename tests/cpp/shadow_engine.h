@@ -74,10 +74,24 @@ inline std::vector<std::int32_t> random_tokens(std::mt19937_64& random, std::siz
   return tokens;
 }
 
+// Zeroed, on a page boundary as an arena's memory is.
+class Memory {
+ public:
+  explicit Memory(std::uint64_t bytes) : words_(bytes / 8 + kPage / 8, 0) {}
+  std::uint64_t* data() {
+    const auto address = reinterpret_cast<std::uintptr_t>(words_.data());
+    return reinterpret_cast<std::uint64_t*>((address + kPage - 1) / kPage * kPage);
+  }
+
+ private:
+  static constexpr std::uintptr_t kPage = 4096;
+  std::vector<std::uint64_t> words_;
+};
+
 class ShadowEngine {
  public:
   explicit ShadowEngine(CacheLayout layout, std::uint64_t arena_bytes, AllocatorConfig config = {})
-      : memory_(arena_bytes / 8, 0), host_memory_(config.lower.host ? config.lower.host->arena.bytes / 8 : 0, 0),
+      : memory_(arena_bytes), host_memory_(config.lower.host ? config.lower.host->arena.bytes : 0),
         allocator_(std::move(layout), with_memory(config, arena_bytes)), space_(allocator_.space({})) {}
 
   KvAllocator& allocator() { return allocator_; }
@@ -231,7 +245,7 @@ class ShadowEngine {
     *at(staged.offset, point_section(group)) = print(group, tokens, p, salt);
   }
 
-  std::vector<std::uint64_t> memory_, host_memory_;
+  Memory memory_, host_memory_;
   KvAllocator allocator_;
   Namespace* space_;
 };

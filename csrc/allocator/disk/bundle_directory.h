@@ -141,7 +141,7 @@ class BundleDirectory final : public NamespaceGenerations {
                           std::span<const SectionTarget> sections, BundleMeta* meta);
   int write_small(const std::string& path, std::span<const std::byte> bytes);
   bool read_small(const std::string& path, std::vector<std::byte>* bytes);
-  bool make_room(std::uint64_t bytes);
+  bool make_room();
   bool take_away(const BundleName& name);
   static DiskOutcome of_error(int code, bool writing);
 
@@ -154,8 +154,9 @@ class BundleDirectory final : public NamespaceGenerations {
   int temporary_lock_ = -1;
   std::atomic<std::uint64_t> next_temporary_{0};
   std::atomic<bool> direct_;
-  std::mutex room_mutex_;     // one eviction at a time
-  std::mutex refresh_mutex_;  // guards modified_
+  std::atomic<std::uint64_t> under_way_{0};  // bytes of bundles that are being written: they count for the capacity
+  std::mutex room_mutex_;                    // one eviction at a time
+  std::mutex refresh_mutex_;                 // guards modified_
   std::mutex spaces_mutex_;
   std::array<std::int64_t, DiskIndex::kShards> modified_{};
   std::array<std::atomic<std::uint64_t>, kNumDiskOutcomes> writes_{}, reads_{};
