@@ -156,7 +156,7 @@ def main() -> None:
     for result in opened:
         print(f"opening {result['bundles']:>8} bundles: {result['seconds']:.2f} s")
     if options.json is not None:
-        document = {"provenance": provenance(), "tokens": options.tokens, "rounds": rounds, "median": median, "opening": opened}
+        document = {**provenance(), "tokens": options.tokens, "rounds": rounds, "median": median, "opening": opened}
         options.json.write_text(json.dumps(document, indent=1) + "\n")
 
 

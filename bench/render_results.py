@@ -307,6 +307,27 @@ def attach_section(content: Json) -> list[str]:
     ]
 
 
+def disk_section(content: Json) -> list[str]:
+    """The disk tier beside plain transfers."""
+    median, gib = content["median"], 2**30
+    rows = [
+        [side, f"{median[side] / gib:.2f} GiB/s", f"{median[plain] / gib:.2f} GiB/s", f"{median[f'{side} ratio']:.2f}"]
+        for side, plain in (("store", "plain write"), ("restore", "plain read"))
+    ]
+    opened = ", ".join(f"{item['bundles']:,} bundles in {item['seconds']:.2f} s" for item in content["opening"])
+    return [
+        "## The disk tier",
+        "",
+        made_by(content),
+        f"A prefix of {content['tokens']:,} tokens of DeepSeek-V4-Flash's layout in bfloat16, block 128, "
+        f"{len(content['rounds'])} rounds; plain: one file of the same bytes, 8 MiB at a time, one thread. Both sides past the page cache; loads and stores "
+        f"of the tier verify every byte. The prefix is back in {median['restore seconds']:.3f} s. Opening: {opened}.",
+        "",
+        *table(["", "disk tier", "plain", "ratio"], rows),
+        "",
+    ]
+
+
 def card_section(content: Json) -> list[str]:
     """The CUDA ops beside one card's own rates."""
     rows = []
@@ -351,6 +372,9 @@ def render() -> str:
     attach_json = load("attach")
     if attach_json is not None:
         lines += attach_section(attach_json)
+    disk_json = load("disk")
+    if disk_json is not None:
+        lines += disk_section(disk_json)
     card_json = load("ops_cuda")
     if card_json is not None:
         lines += card_section(card_json)
