@@ -320,7 +320,8 @@ def disk_section(content: Json) -> list[str]:
         "",
         made_by(content),
         f"A prefix of {content['tokens']:,} tokens of DeepSeek-V4-Flash's layout in bfloat16, block 128, "
-        f"{len(content['rounds'])} rounds; plain: one file of the same bytes, 8 MiB at a time, one thread. Both sides past the page cache; loads and stores "
+        f"{len(content['rounds'])} rounds; plain: one file of the same bytes, 8 MiB at a time, one thread. "
+        "Both sides past the page cache; loads and stores "
         f"of the tier verify every byte. The prefix is back in {median['restore seconds']:.3f} s. Opening: {opened}.",
         "",
         *table(["", "disk tier", "plain", "ratio"], rows),
