@@ -416,6 +416,7 @@ void KvAllocator::begin(Sequence& s, std::uint32_t depth, const PinnedChain& cha
 
   if (depth > 0) {
     store_.touch_node(s.chain_[depth - 1], store_.tick());
+    store_.note_use(s.chain_[depth - 1]);
     for (const PointPin& pin : s.lease_.points()) store_.touch_point(pin.node, pin.set);
     if (lower_) lower_->touch({s.keys_.begin(), s.keys_.begin() + depth}, s.version_, s.instance_->id);
   }

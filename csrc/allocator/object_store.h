@@ -67,6 +67,8 @@ class PublicationObserver {
   // The caller has the node pinned, and the point object where `part` names a point set. turn_end: it belongs to the checkpoint of
   // the end of a prompt or of an answer; may be told again for that alone.
   virtual void published(NodeId node, std::uint8_t part, bool turn_end) noexcept = 0;
+  // An admission resumed from this node, which the caller has pinned.
+  virtual void used(NodeId node) noexcept = 0;
 };
 
 inline constexpr std::uint32_t kEveryInstance = ~std::uint32_t{0};
@@ -134,6 +136,9 @@ class ObjectStore {
   // Before the first publication.
   void set_observer(PublicationObserver* observer) { observer_ = observer; }
   bool observed() const { return observer_ != nullptr; }
+  void note_use(NodeId node) {
+    if (observer_ != nullptr) observer_->used(node);
+  }
   // By one who holds a pin on the node: the point object belongs to the checkpoint of the end of a turn.
   void note_turn_end(NodeId node, std::uint32_t set) {
     if (observer_ != nullptr) observer_->published(node, static_cast<std::uint8_t>(set), true);

@@ -99,7 +99,11 @@ void Restore::load(std::size_t index) {
     outcomes_[index] = LoadOutcome::kLoaded;
     return;
   }
-  outcomes_[index] = load_object(wish.depth, wish.part, *restorer_.tiers_[wish.tier], wish.blocks, &facts_[index]);
+  // What the highest tier lost meanwhile, a lower one may still have.
+  for (std::size_t tier = wish.tier; tier < restorer_.tiers_.size() && outcomes_[index] != LoadOutcome::kLoaded; ++tier) {
+    const LoadOutcome outcome = load_object(wish.depth, wish.part, *restorer_.tiers_[tier], wish.blocks, &facts_[index]);
+    if (tier == wish.tier || outcome != LoadOutcome::kMissing) outcomes_[index] = outcome;
+  }
   if (outcomes_[index] == LoadOutcome::kLoaded || wish.part != kHistorySet) return;
   std::uint32_t depth = failed_depth_.load(std::memory_order_relaxed);
   while (wish.depth < depth && !failed_depth_.compare_exchange_weak(depth, wish.depth, std::memory_order_relaxed)) {

@@ -71,10 +71,21 @@ void Spiller::published(NodeId node, std::uint8_t part, bool turn_end) noexcept 
   note.turn_end = turn_end;
   note.node_gen = nodes.history(node).load().gen();
   if (part != kHistorySet) note.point_gen = nodes.point(node, part).load().gen();
+  tell(note);
+}
+
+void Spiller::used(NodeId node) noexcept {
+  Note note;
+  note.node = node;
+  note.node_gen = source_.store().nodes().history(node).load().gen();
+  note.climb = true;
+  tell(note);
+}
+
+void Spiller::tell(const Note& note) noexcept {
   told_.fetch_add(1, std::memory_order_relaxed);
   if (!queue_.try_push(note)) {
-    counters_.missed.fetch_add(1, std::memory_order_relaxed);
-    told_.fetch_sub(1, std::memory_order_relaxed);
+    counters_.missed.fetch_add(1);
     missed_.store(true);
   }
   if (sleeping_.load()) wake();
@@ -95,7 +106,8 @@ void Spiller::flush() {
   const std::uint64_t upto = flush_upto_;
   sleeping_.store(false);
   wake_.notify_one();
-  done_.wait(guard, [&] { return handled_ >= upto && !missed_.load(); });
+  // Notes that were missed count once a sweep has looked.
+  done_.wait(guard, [&] { return !missed_.load() && handled_ + counters_.missed.load() >= upto; });
 }
 
 bool Spiller::tight() const {
@@ -114,7 +126,7 @@ bool Spiller::next(Note& note) {
   if (deferred_.empty()) return false;
   const bool flushing = [&] {
     const std::lock_guard guard(mutex_);
-    return handled_ < flush_upto_;
+    return handled_ + counters_.missed.load() < flush_upto_;
   }();
   if (!flushing && !stopping_.load() && !tight()) return false;
   note = deferred_.front();
@@ -178,12 +190,18 @@ void Spiller::run() {
   }
 }
 
-// Looks at every object: after notes that found no place.
+// Looks at every object, parents first: after notes that found no place.
 void Spiller::sweep() {
   missed_.store(false);
   const NodeStore& nodes = source_.store().nodes();
-  std::vector<Copy> copies;
+  std::vector<std::pair<std::uint32_t, NodeId>> order;
   for (NodeId id = 1; id < nodes.high_water(); ++id) {
+    if (nodes.history(id).load().state() == ObjectState::kSealed)
+      order.emplace_back(nodes.header(id).depth.load(std::memory_order_relaxed), id);
+  }
+  std::sort(order.begin(), order.end());
+  std::vector<Copy> copies;
+  for (const auto& [depth, id] : order) {
     for (std::uint32_t part = 0; part <= nodes.point_sets(); ++part) {
       Note note;
       note.node = id;
@@ -239,27 +257,44 @@ bool Spiller::stage(const Note& note, std::vector<Copy>& copies) {
       return false;
     }
   }
-  // The pin keeps all ancestors, so those that the sink lacks can be copied with it.
+  if (list_missing(note, copies)) return true;
+  unpin(note);
+  return false;
+}
+
+// The pin keeps all ancestors, so those that the sink lacks can be copied with it.
+bool Spiller::list_missing(const Note& note, std::vector<Copy>& copies) {
+  const NodeStore& nodes = source_.store().nodes();
   const std::size_t first = copies.size();
-  if (note.part != kHistorySet && planned_.insert(id_of(note.node, note.part)).second) copies.push_back({note.node, note.part});
   for (NodeId node = note.node; node != 0; node = nodes.header(node).parent.load(std::memory_order_relaxed)) {
     const NodeHeader& h = nodes.header(node);
     const Key128 key{h.key_high.load(std::memory_order_relaxed), h.key_low.load(std::memory_order_relaxed)};
     const std::uint32_t there =
         sink_.parts(key, h.version.load(std::memory_order_relaxed), h.space.load(std::memory_order_relaxed));
-    if (node == note.node && note.part != kHistorySet && copies.size() > first && (there >> note.part & 1) != 0) {
-      counters_.already_there.fetch_add(1, std::memory_order_relaxed);
-      copies.pop_back();
+    const bool own = node == note.node, point = note.part != kHistorySet;
+    if (own && point) {
+      if ((there >> note.part & 1) != 0) {
+        counters_.already_there.fetch_add(1, std::memory_order_relaxed);
+        return false;
+      }
+      if (!planned_.insert(id_of(node, note.part)).second) return false;
+      copies.push_back({node, note.part});
     }
     if ((there & LowerTier::kHistoryPart) != 0) {
-      if (node == note.node && note.part == kHistorySet) counters_.already_there.fetch_add(1, std::memory_order_relaxed);
+      if (own && !point && !note.climb) counters_.already_there.fetch_add(1, std::memory_order_relaxed);
       break;
     }
-    if (!planned_.insert(id_of(node, kHistorySet)).second) break;  // it and its ancestors are in this batch
+    if (planned_.contains(id_of(node, kHistorySet))) break;  // it and its ancestors are in this batch
+    if ((!own || point) && !note.climb) {
+      counters_.no_parent.fetch_add(1, std::memory_order_relaxed);
+      copies.resize(first);
+      return false;
+    }
+    planned_.insert(id_of(node, kHistorySet));
     copies.push_back({node, kHistorySet});
   }
   std::reverse(copies.begin() + static_cast<std::ptrdiff_t>(first), copies.end());
-  return true;
+  return copies.size() > first;
 }
 
 void Spiller::unpin(const Note& note) {

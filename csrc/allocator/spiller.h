@@ -2,7 +2,8 @@
 //
 // Owns a thread and a bounded queue. The thread that publishes only leaves a note: a slow or full tier below delays copies and never
 // a request. A note names node and generations, so one that comes too late names nothing. A copy pins its source until it is done, and
-// parents go before children. What does not fit the queue is found by a sweep. Source, sink and pool must outlive it.
+// parents go before children. Each object is tried once when it is published: what failed, and what the sink evicted, is tried again when an
+// admission uses it, so a sink that fails or is too small costs each note one try. What does not fit the queue is found by a sweep. Source, sink and pool must outlive it.
 #pragma once
 
 #include <atomic>
@@ -41,8 +42,9 @@ class Spiller final : public PublicationObserver {
  public:
   struct Counters {
     std::atomic<std::uint64_t> stored{0}, stored_bytes{0}, already_there{0}, no_room{0}, failed{0};
-    std::atomic<std::uint64_t> gone{0};    // evicted before their turn came
-    std::atomic<std::uint64_t> missed{0};  // notes that found the queue full: left to a sweep
+    std::atomic<std::uint64_t> gone{0};       // evicted before their turn came
+    std::atomic<std::uint64_t> no_parent{0};  // what they depend on could not be stored, or was evicted below
+    std::atomic<std::uint64_t> missed{0};     // notes that found the queue full: left to a sweep
   };
 
   // pool: copies several at once where the sink gains by it; may be null.
@@ -51,6 +53,7 @@ class Spiller final : public PublicationObserver {
 
   // Thread-safe, no allocation, does not wait.
   void published(NodeId node, std::uint8_t part, bool turn_end) noexcept override;
+  void used(NodeId node) noexcept override;
   // Waits until all that was published before is copied or given up, whatever the write policy defers.
   void flush();
   const Counters& counters() const { return counters_; }
@@ -61,6 +64,7 @@ class Spiller final : public PublicationObserver {
     std::uint32_t node_gen = 0, point_gen = 0;
     std::uint8_t part = kHistorySet;
     bool turn_end = false;
+    bool climb = false;  // ancestors that the sink lacks are copied too
   };
   struct Copy {
     NodeId node = 0;
@@ -74,6 +78,8 @@ class Spiller final : public PublicationObserver {
   bool wanted(const Note& note) const;
   // Pins what the note names and lists what must be copied for it, ancestors first. False if it names nothing any more.
   bool stage(const Note& note, std::vector<Copy>& copies);
+  bool list_missing(const Note& note, std::vector<Copy>& copies);
+  void tell(const Note& note) noexcept;
   void copy_all(const std::vector<Copy>& copies);
   void copy_one(const Copy& copy);
   void unpin(const Note& note);
@@ -92,7 +98,7 @@ class Spiller final : public PublicationObserver {
   std::atomic<bool> missed_{false}, sleeping_{false}, stopping_{false};
   std::mutex mutex_;
   std::condition_variable wake_, done_;
-  std::uint64_t handled_ = 0, flush_upto_ = 0;  // guarded by mutex_
+  std::uint64_t handled_ = 0, flush_upto_ = 0;  // in notes, missed ones not handled; guarded by mutex_
   std::thread thread_;
 };
 

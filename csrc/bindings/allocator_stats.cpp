@@ -47,7 +47,7 @@ py::dict pools(KvAllocator& allocator) {
 py::dict spills(const Spiller::Counters& c) {
   return py::dict("stored"_a = load(c.stored), "stored_bytes"_a = load(c.stored_bytes), "already_there"_a = load(c.already_there),
                   "no_room"_a = load(c.no_room), "failed"_a = load(c.failed), "gone"_a = load(c.gone),
-                  "missed"_a = load(c.missed));
+                  "no_parent"_a = load(c.no_parent), "missed"_a = load(c.missed));
 }
 
 py::dict outcomes(const std::array<std::uint64_t, kNumDiskOutcomes>& counts) {

@@ -129,6 +129,39 @@ TEST_P(EveryLayout, ConversationsThatComeBackUnderPressure) {
   EXPECT_GT(restored, 0);
   engine.allocator().flush();
   engine.allocator().check_invariants();
+  for (const Group& group : engine.allocator().layout().groups()) engine.allocator().evict(group.spec.kind, 100000);
+  EXPECT_EQ(engine.allocator().store().live_nodes(), 0U);
+  EXPECT_EQ(engine.space()->used_bytes.load(), 0) << "what was restored was charged once, and given back once";
+}
+
+// Several threads, each with its conversations, over one small device, one host arena and one folder.
+TEST_P(EveryLayout, ThreadsShareTheTiers) {
+  const TemporaryFolder folder;
+  AllocatorConfig config = with_disk(folder, with_host(kMiB / 4, keep("adaptive")));
+  config.lower.disk->directory.capacity_bytes = 16 * kMiB;
+  ShadowEngine engine(layout(), kMiB / 4, config);
+  std::atomic<std::int64_t> restored{0};
+  std::vector<std::thread> threads;
+  for (std::uint64_t t = 0; t < 3; ++t) {
+    threads.emplace_back([&, t] {
+      std::mt19937_64 random(t);
+      for (int turn = 0; turn < 60; ++turn) {
+        // Prompts of a common pool: threads meet on prefixes, restores and evictions.
+        auto prompt = text(random() % 8, 64 + random() % 300);
+        bool refused = false;
+        if (random() % 8 == 0) {
+          AdmitResult aborted = engine.allocator().admit(prompt, engine.space());  // ended while its restore may run
+          continue;
+        }
+        restored += engine.turn(prompt, 0, nullptr, &refused).num_restored_tokens;
+        if (random() % 6 == 0) engine.allocator().evict(ObjectKind::kSwaWindow, 4);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  engine.allocator().flush();
+  engine.allocator().check_invariants();
+  EXPECT_GE(restored.load(), 0);
 }
 
 TEST(Tiers, OneFlippedByteCostsThePrefixFromThereOn) {
@@ -398,6 +431,68 @@ TEST(Tiers, ACapacityKeepsWhatWasUsedLast) {
   engine.allocator().evict(ObjectKind::kFullKv, 10000);
   EXPECT_EQ(engine.admit(kept).report.num_recoverable_tokens, 160);
   EXPECT_EQ(engine.admit(text(2, 161)).report.num_recoverable_tokens, 0);
+}
+
+// A disk that does not answer a write: requests go on, and what lies there can still be loaded.
+TEST(Tiers, AStalledStoreHoldsUpNeitherRequestsNorLoads) {
+  class Stalled final : public FileSystem {
+   public:
+    std::int64_t pwrite(int file, const std::byte* from, std::size_t bytes, std::uint64_t at) override {
+      if (stalled) {
+        ++waiting;
+        stalled.wait(true);
+      }
+      return FileSystem::pwrite(file, from, bytes, at);
+    }
+    std::atomic<bool> stalled{false};
+    std::atomic<int> waiting{0};
+  };
+  const TemporaryFolder folder;
+  Stalled files;
+  AllocatorConfig config = with_disk(folder);
+  config.lower.disk->directory.files = &files;
+  ShadowEngine engine(full_layout(), 64 * 1024, config);
+  const auto stored = text(1, 200);
+  engine.turn(stored);
+  engine.allocator().flush();
+  files.stalled = true;
+  for (std::uint64_t seed = 2; seed < 40; ++seed) {
+    bool refused = false;
+    engine.turn(text(seed, 200), 0, nullptr, &refused);
+    EXPECT_FALSE(refused) << seed;
+  }
+  while (files.waiting == 0) std::this_thread::yield();
+  engine.allocator().evict(ObjectKind::kFullKv, 100000);
+  EXPECT_EQ(engine.admit(stored).report.num_restored_tokens, 192);
+  files.stalled = false;
+  files.stalled.notify_all();
+  engine.allocator().flush();
+}
+
+// A full disk, one that fails, one that may not be written: requests never notice.
+TEST(Tiers, ADiskThatCannotBeWrittenIsNoTier) {
+  class Failing final : public FileSystem {
+   public:
+    std::int64_t pwrite(int, const std::byte*, std::size_t, std::uint64_t) override { return -error.load(); }
+    std::atomic<int> error{0};
+  };
+  for (const int error : {28 /* ENOSPC */, 5 /* EIO */, 13 /* EACCES */}) {
+    const TemporaryFolder folder;
+    {
+      ShadowEngine makes_the_folder(full_layout(), kMiB, with_disk(folder));
+    }
+    Failing files;
+    files.error = error;
+    AllocatorConfig config = with_disk(folder);
+    config.lower.disk->directory.files = &files;
+    ShadowEngine engine(full_layout(), kMiB, config);
+    engine.turn(text(1, 200));
+    engine.allocator().flush();
+    EXPECT_EQ(engine.allocator().lower()->directory()->bundles(), 0U);
+    const Spiller::Counters& counters = engine.allocator().lower()->spiller(0)->counters();
+    EXPECT_EQ(counters.failed + counters.no_room + counters.no_parent, 12U) << "each was tried once";
+    EXPECT_EQ(engine.admit(text(1, 200)).report.num_recoverable_tokens, 192);
+  }
 }
 
 TEST(Tiers, WritingOnEvictionRunsAhead) {
