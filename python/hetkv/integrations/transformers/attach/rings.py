@@ -34,8 +34,14 @@ class Rings:
         self._groups = [group for group in cache.layout.groups if group.ring_entries]
 
     def restore(self, sequence: Sequence, position: int) -> None:
-        """Fills the sequence's rings with what R(position) has, from the blocks it was admitted with."""
+        """Fills the sequence's rings with what R(position) has, from the blocks it was admitted with; all else is zero.
+
+        A replay rebuilds a tail that is not there: until then its entries are computed from these zeros, and thrown away.
+        """
         for group in self._groups:
+            ring = sequence.live_block(group.name)
+            if ring is not None:
+                self._cache.arena[ring * _BLOCK_UNIT :][: group.ring_block_bytes].zero_()
             block = sequence.point_block(group.name)
             if block is None:
                 continue
