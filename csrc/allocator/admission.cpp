@@ -487,6 +487,7 @@ Refusal KvAllocator::finish_restore(Sequence& s) {
   const std::uint32_t depth = pin_recoverable(prompt, s.keys_, s.version_, *s.instance_, below, lease, chain, report);
   const auto resident_before = static_cast<std::int64_t>(s.lease_.depth());
   s.lease_.take_over(std::move(lease));
+  restore->release_pins();
   report.restore_bytes = restore->loaded_bytes();
   report.num_restored_tokens = std::max<std::int64_t>(0, std::int64_t{depth} - resident_before) * layout_.block_size();
   // What could not be loaded is computed: blocks for that too.

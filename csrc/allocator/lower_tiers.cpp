@@ -26,11 +26,13 @@ LowerTiers::LowerTiers(const CacheLayout& layout, MemoryTier& device, NamespaceT
             return tiers_;
           }(),
           *loads_) {
-  if (host_) spillers_.push_back(std::make_unique<Spiller>(layout, device, *host_, nullptr, config.host->spill));
+  std::unique_ptr<Spiller> to_disk;
   if (disk_) {
     MemoryTier& above = host_ ? host_->memory() : device;
-    spillers_.push_back(std::make_unique<Spiller>(layout, above, *disk_, stores_.get(), config.disk->spill));
+    to_disk = std::make_unique<Spiller>(layout, above, *disk_, stores_.get(), config.disk->spill, nullptr);
   }
+  if (host_) spillers_.push_back(std::make_unique<Spiller>(layout, device, *host_, nullptr, config.host->spill, to_disk.get()));
+  if (to_disk) spillers_.push_back(std::move(to_disk));
 }
 
 LowerTiers::~LowerTiers() {

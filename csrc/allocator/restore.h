@@ -74,6 +74,8 @@ class Restore : public std::enable_shared_from_this<Restore> {
   std::uint64_t loaded_bytes() const { return loaded_bytes_.load(std::memory_order_relaxed); }
   // Blocks that were not needed go back as credits. Returns their bytes, which the caller now owes to the namespace's quota.
   std::uint64_t return_blocks(Charge& charge);
+  // Drops its pins now, and not when the last thread lets go of it: the caller has its own.
+  void release_pins() { request_.base.release(); }
 
  private:
   friend class Restorer;

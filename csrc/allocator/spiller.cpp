@@ -48,8 +48,8 @@ SpillPolicy SpillPolicy::parse(const std::string& write, const std::string& poin
   return policy;
 }
 
-Spiller::Spiller(const CacheLayout& layout, MemoryTier& source, LowerTier& sink, IoPool* pool, SpillPolicy policy)
-    : layout_(layout), source_(source), sink_(sink), pool_(pool), policy_(policy), queue_(kQueued) {
+Spiller::Spiller(const CacheLayout& layout, MemoryTier& source, LowerTier& sink, IoPool* pool, SpillPolicy policy, Spiller* below)
+    : layout_(layout), source_(source), sink_(sink), pool_(pool), policy_(policy), below_(below), queue_(kQueued) {
   if (policy_.write == SpillPolicy::Write::kNone) return;
   source_.store().set_observer(this);
   thread_ = std::thread([this] { run(); });
@@ -266,6 +266,9 @@ bool Spiller::stage(const Note& note, std::vector<Copy>& copies) {
 bool Spiller::list_missing(const Note& note, std::vector<Copy>& copies) {
   const NodeStore& nodes = source_.store().nodes();
   const std::size_t first = copies.size();
+  // Memory may have evicted a parent since; a disk that lacks one has failed, or is too small for the chain.
+  const std::size_t most = note.climb ? ~std::size_t{0} : sink_.parallel() ? 0 : kBatch;
+  std::size_t climbed = 0;
   for (NodeId node = note.node; node != 0; node = nodes.header(node).parent.load(std::memory_order_relaxed)) {
     const NodeHeader& h = nodes.header(node);
     const Key128 key{h.key_high.load(std::memory_order_relaxed), h.key_low.load(std::memory_order_relaxed)};
@@ -285,7 +288,7 @@ bool Spiller::list_missing(const Note& note, std::vector<Copy>& copies) {
       break;
     }
     if (planned_.contains(id_of(node, kHistorySet))) break;  // it and its ancestors are in this batch
-    if ((!own || point) && !note.climb) {
+    if ((!own || point) && climbed++ >= most) {
       counters_.no_parent.fetch_add(1, std::memory_order_relaxed);
       copies.resize(first);
       return false;
@@ -303,6 +306,8 @@ void Spiller::unpin(const Note& note) {
 }
 
 void Spiller::copy_all(const std::vector<Copy>& copies) {
+  // What a nearly full sink evicts should have its own copy below by then: this thread waits for that, never a request.
+  if (below_ != nullptr && below_->tight()) below_->flush();
   if (pool_ == nullptr || !sink_.parallel() || copies.size() == 1) {
     for (const Copy& copy : copies) copy_one(copy);
     return;

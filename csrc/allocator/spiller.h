@@ -47,8 +47,8 @@ class Spiller final : public PublicationObserver {
     std::atomic<std::uint64_t> missed{0};     // notes that found the queue full: left to a sweep
   };
 
-  // pool: copies several at once where the sink gains by it; may be null.
-  Spiller(const CacheLayout& layout, MemoryTier& source, LowerTier& sink, IoPool* pool, SpillPolicy policy);
+  // pool: copies several at once where the sink gains by it; may be null. below: the spiller whose source is this one's sink, or null.
+  Spiller(const CacheLayout& layout, MemoryTier& source, LowerTier& sink, IoPool* pool, SpillPolicy policy, Spiller* below);
   ~Spiller() override;  // copies what it was told of, then ends
 
   // Thread-safe, no allocation, does not wait.
@@ -90,6 +90,7 @@ class Spiller final : public PublicationObserver {
   LowerTier& sink_;
   IoPool* const pool_;
   const SpillPolicy policy_;
+  Spiller* const below_;
   Counters counters_;
   BoundedQueue<Note> queue_;
   std::deque<Note> deferred_;                  // kOnEviction: of the thread alone
