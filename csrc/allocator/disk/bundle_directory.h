@@ -126,6 +126,8 @@ class BundleDirectory final : public NamespaceGenerations {
   Stats stats() const;
 
  private:
+  static constexpr std::uint32_t kFileMode = 0600;
+
   void open_folder(const std::string& path);
   void open_temporary();
   void read_secret();
