@@ -110,7 +110,7 @@ def test_the_demo_fails_when_one_restored_row_is_wrong(
 def _result(**changes: Any) -> TurnResult:
     values: dict[str, Any] = {
         "label": "x", "prompt_tokens": 100, "hash_hit_tokens": 64, "recoverable_tokens": 64,
-        "losses": [LostTokens("granularity", None, 36)], "computed_tokens": 36, "decoded_tokens": 160,
+        "restored_tokens": 0, "losses": [LostTokens("granularity", None, 36)], "computed_tokens": 36, "decoded_tokens": 160,
         "origin": Origin.DECODING, "difference_schedule": 0.0, "difference_cold": 5e-6, "tokens_equal": True,
         "cold_first_token_ms": 1.0, "warm_first_token_ms": 1.0, "cold_ms": 1.0, "warm_ms": 1.0,
     }  # fmt: skip
